@@ -1,0 +1,1 @@
+"""Models, KV views, levels, verification and the engine."""

@@ -1,0 +1,39 @@
+"""The KV store: keys and values of every layer at absolute positions. It owns the truth; views read it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from hspec_decoding.config import ModelConfig
+
+
+class KVStore:
+    """Per layer keys and values `[sequences, kv_heads, capacity, head_dim]`, keys after RoPE.
+
+    A slot is a position. What is valid is known to whoever writes: rolling back means writing over.
+    """
+
+    def __init__(
+        self, config: ModelConfig, sequences: int, capacity: int, *, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        """`capacity` in tokens. Pages of host memory are touched only as they are written."""
+        shape = (sequences, config.kv_heads, capacity, config.head_dim)
+        self.keys = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(config.layers)]
+        self.values = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(config.layers)]
+        self.capacity = capacity
+        self.device = device
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of keys and values together."""
+        return sum(t.nbytes for t in (*self.keys, *self.values))
+
+    def write(self, layer: int, slots: Sequence[int], first: Sequence[int], key: Tensor, value: Tensor) -> None:
+        """Put rows key, value [B, R, HK, D] of the sequences `slots` at positions `first[b] ..`."""
+        rows = key.shape[1]
+        for b, (slot, at) in enumerate(zip(slots, first, strict=True)):
+            self.keys[layer][slot, :, at : at + rows] = key[b].transpose(0, 1)
+            self.values[layer][slot, :, at : at + rows] = value[b].transpose(0, 1)

@@ -1,0 +1,75 @@
+"""Which device and precision a run uses."""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass
+
+import torch
+
+from hspec_profiles.errors import HspecError, UsageError
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+SHORT = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The fixed shape of the last verifier's pass: rows of a block, and the slots its attention is rounded up to."""
+
+    rows: int
+    bucket: int
+
+
+CPU_SHAPE = Shape(rows=8, bucket=256)
+GPU_SHAPE = Shape(rows=16, bucket=256)
+
+
+def pick_device(name: str, notes: list[str]) -> torch.device:
+    """`auto`, `cpu`, `cuda` or `cuda:N`. Raises HspecError in one sentence when a GPU cannot be used.
+
+    `auto` without a usable GPU is the CPU; that a driver is too old is then added to `notes`.
+    """
+    if name == "cpu":
+        return torch.device("cpu")
+    if name != "auto" and not (name == "cuda" or (name.startswith("cuda:") and name[5:].isdigit())):
+        raise UsageError(f"unknown device: {name!r}", "devices are auto, cpu, cuda and cuda:N")
+    reason = _unusable()
+    if reason is None:
+        count = torch.cuda.device_count()
+        index = int(name[5:]) if name.startswith("cuda:") else 0
+        if index >= count:
+            raise UsageError(f"no such device: {name!r}, {count} GPU{'s'[: count > 1]} here")
+        return torch.device("cuda", index)
+    if name == "auto":
+        if "driver is too old" in reason:
+            notes.append(f"running on the CPU: {reason}")
+        return torch.device("cpu")
+    raise HspecError(f"no GPU can be used: {reason}", "run with `--device cpu`")
+
+
+def _unusable() -> str | None:
+    """Why CUDA cannot be used, or None when it can."""
+    if torch.version.cuda is None:
+        return "this PyTorch is built without CUDA"
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        if torch.cuda.is_available():
+            return None
+    text = " ".join(str(warning.message) for warning in caught)
+    if "driver" in text and "old" in text:
+        return f"the NVIDIA driver is too old for CUDA {torch.version.cuda}, which this PyTorch needs"
+    return text.split(". ")[0].strip().rstrip(".") or "no NVIDIA driver or device was found"
+
+
+def pick_dtype(name: str, device: torch.device) -> torch.dtype:
+    """`auto`: bfloat16 where the hardware multiplies it, else float16 on a GPU and float32 on a CPU."""
+    if name != "auto":
+        full = SHORT.get(name, name)
+        if full not in DTYPES:
+            raise UsageError(f"unknown dtype: {name!r}", "dtypes are auto, " + ", ".join((*SHORT, *DTYPES)))
+        return DTYPES[full]
+    if device.type == "cuda":
+        return torch.bfloat16 if torch.cuda.get_device_capability(device) >= (8, 0) else torch.float16
+    features = torch.cpu.get_capabilities() if hasattr(torch.cpu, "get_capabilities") else {}
+    return torch.bfloat16 if features.get("avx512_bf16") or features.get("amx_bf16") else torch.float32

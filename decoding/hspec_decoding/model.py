@@ -1,0 +1,147 @@
+"""The decoder: a Llama-shaped transformer that keeps its weights and nothing else.
+
+Keys and values go to the `Memory` of the pass and come back as attention output, so that the same weights read the
+whole cache, a window of it or a selection, as the level that runs them wants.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from hspec_decoding.config import ModelConfig
+from hspec_decoding.rope import frequencies, rotate, rotation
+
+Read = Callable[[str], Tensor]  # a checkpoint's tensor by name
+Release = Callable[[Iterable[str]], None]  # told of tensors that were copied
+
+
+class Memory(Protocol):
+    """Where one pass of R rows over B sequences puts its keys and values, and what it attends to."""
+
+    positions: Tensor  # [B, R] int64, the rows' positions for RoPE
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """query [B, R, H, D], key and value [B, R, HK, D] after RoPE -> [B, R, H, D]."""
+        ...
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One layer's weights; linears as (weight, bias), those with a common input stacked."""
+
+    input_norm: Tensor
+    qkv: tuple[Tensor, Tensor | None]
+    q_norm: Tensor | None
+    k_norm: Tensor | None
+    out: tuple[Tensor, Tensor | None]
+    mlp_norm: Tensor
+    gate_up: tuple[Tensor, Tensor | None]
+    down: tuple[Tensor, Tensor | None]
+
+
+class Decoder:
+    """Weights of one model on one device, and its forward pass."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        read: Read,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        context: int,
+        vocabulary: int | None = None,
+        release: Release | None = None,
+        progress: Callable[[int, int], None] | None = None,
+    ) -> None:
+        """Read every weight through `read`, a layer at a time.
+
+        `context`: the run's tokens, for RoPE. `vocabulary`: ids that may be produced, where the embedding has rows
+        beyond those of the tokenizer.
+        """
+        self.config, self.dtype, self.device = config, dtype, device
+        load = _Loader(read, release, dtype, device)
+        self.embedding = load("model.embed_tokens.weight")
+        self.layers: list[Layer] = []
+        for i in range(config.layers):
+            self.layers.append(load.layer(f"model.layers.{i}.", config))
+            if progress:
+                progress(i + 1, config.layers)
+        self.norm = load("model.norm.weight")
+        self.head = (self.embedding if config.tied else load("lm_head.weight"))[:vocabulary]
+        inverse, self.rope_factor = frequencies(config, context)
+        self.inverse = inverse.to(device)
+
+    @torch.inference_mode()
+    def forward(self, tokens: Tensor, memory: Memory) -> Tensor:
+        """Hidden states [B, R, hidden] after the final norm, for token ids [B, R]."""
+        config, eps = self.config, self.config.norm_eps
+        cos, sin = rotation(self.inverse, self.rope_factor, memory.positions, self.dtype)
+        sizes = [n * config.head_dim for n in (config.heads, config.kv_heads, config.kv_heads)]
+        x = F.embedding(tokens, self.embedding)
+        for i, layer in enumerate(self.layers):
+            stacked = F.linear(rms_norm(x, layer.input_norm, eps), *layer.qkv)
+            q, k, v = (part.view(*part.shape[:2], -1, config.head_dim) for part in torch.split(stacked, sizes, dim=-1))
+            if layer.q_norm is not None and layer.k_norm is not None:
+                q, k = rms_norm(q, layer.q_norm, eps), rms_norm(k, layer.k_norm, eps)
+            attended = memory.attend(i, rotate(q, cos, sin), rotate(k, cos, sin), v)
+            x = x + F.linear(attended.flatten(-2), *layer.out)
+            gate, up = F.linear(rms_norm(x, layer.mlp_norm, eps), *layer.gate_up).chunk(2, dim=-1)
+            x = x + F.linear(F.silu(gate) * up, *layer.down)
+        return rms_norm(x, self.norm, eps)
+
+    @torch.inference_mode()
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Float32 logits [..., vocabulary] of hidden states [..., hidden]."""
+        return F.linear(hidden, self.head).float()
+
+    def non_finite(self) -> str | None:
+        """The first group of weights that holds NaN or infinity, in words, or None."""
+        named = [("the embedding", self.embedding), ("the final norm", self.norm), ("the head", self.head)]
+        for i, layer in enumerate(self.layers):
+            for part in vars(layer).values():
+                tensors = part if isinstance(part, tuple) else (part,)
+                named += [(f"layer {i}", tensor) for tensor in tensors if tensor is not None]
+        return next((name for name, tensor in named if not torch.isfinite(tensor).all()), None)
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Root-mean-square norm over the last dimension, computed in float32 (Zhang and Sennrich, arXiv 1910.07467)."""
+    return F.rms_norm(x, (x.shape[-1],), weight, eps)
+
+
+class _Loader:
+    """Reads tensors in the run's dtype onto the run's device, stacking those that share an input."""
+
+    def __init__(self, read: Read, release: Release | None, dtype: torch.dtype, device: torch.device) -> None:
+        self._read, self._release, self._dtype, self._device = read, release, dtype, device
+
+    def __call__(self, *names: str) -> Tensor:
+        parts = [self._read(name).to(self._dtype) for name in names]
+        joined = (parts[0] if len(parts) == 1 else torch.cat(parts)).to(self._device)
+        if self._release:
+            self._release(names)
+        return joined
+
+    def linear(self, at: str, *names: str, bias: bool) -> tuple[Tensor, Tensor | None]:
+        weight = self(*(f"{at}{name}.weight" for name in names))
+        return weight, self(*(f"{at}{name}.bias" for name in names)) if bias else None
+
+    def layer(self, at: str, config: ModelConfig) -> Layer:
+        attention, mlp = at + "self_attn.", at + "mlp."
+        return Layer(
+            input_norm=self(at + "input_layernorm.weight"),
+            qkv=self.linear(attention, "q_proj", "k_proj", "v_proj", bias=config.qkv_bias),
+            q_norm=self(attention + "q_norm.weight") if config.qk_norm else None,
+            k_norm=self(attention + "k_norm.weight") if config.qk_norm else None,
+            out=self.linear(attention, "o_proj", bias=config.o_bias),
+            mlp_norm=self(at + "post_attention_layernorm.weight"),
+            gate_up=self.linear(mlp, "gate_proj", "up_proj", bias=config.mlp_bias),
+            down=self.linear(mlp, "down_proj", bias=config.mlp_bias),
+        )

@@ -1,0 +1,36 @@
+"""What a caller asks for: how to run, and what to decode."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from hspec_decoding.sampling import Sampling
+
+RULES = ("coupled", "rejection")
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How to run, apart from the models: what the command line's flags of the same names say."""
+
+    method: str = "auto"
+    levels: str | None = None
+    rule: str = "coupled"
+    select: str = "verify-fed"
+    exact: bool = True
+    budget: int | None = None
+    gamma: int | None = None
+    adapt: bool = True  # widths follow measurements, and plain decoding takes over where it is faster
+    dtype: str = "auto"
+    device: str = "auto"
+
+
+@dataclass(frozen=True)
+class Request:
+    """One prompt, and when to stop. `sequence` keys its randomness: same key, seed and prompt, same text."""
+
+    prompt: tuple[int, ...]
+    max_tokens: int
+    eos: frozenset[int] = frozenset()
+    sampling: Sampling = field(default_factory=Sampling)
+    sequence: int = 0

@@ -1,0 +1,171 @@
+"""Views: which part of the keys a level attends to. Only the full view of the target decides the output.
+
+Before a pass a view says which tokens of a text it still has to be fed (`missing`); for the pass it gives the memory
+that keys and values go to (`begin`); after it, it counts the tokens as held (`fed`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from hspec_decoding.cache import KVStore
+from hspec_decoding.config import ModelConfig
+from hspec_decoding.model import Memory
+from hspec_decoding.sequence import Held, Text
+from hspec_kernels.attention import attend, causal_bias
+
+QUERIES = 64  # rows of a pass, the last ones, whose queries are kept for views that select by them
+
+
+class View(Protocol):
+    """Part of a KV cache that one level reads."""
+
+    def missing(self, text: Text) -> list[int]:
+        """Tokens to feed so that all of `text` is held; never empty, the last one is always fed."""
+        ...
+
+    def begin(self, texts: Sequence[Text], rows: int) -> Memory:
+        """Memory of a pass of `rows` tokens behind those held of each text."""
+        ...
+
+    def fed(self, text: Text, tokens: Sequence[int]) -> None:
+        """Count `tokens` as held: the pass has run."""
+        ...
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where the rows of a pass go in each sequence's slots, and what they see."""
+
+    first: list[int]  # slot of row 0
+    extent: list[int]  # slots attended over
+    bias: list[Tensor]  # see `causal_bias`
+
+
+def place(
+    config: ModelConfig, store: KVStore, first: list[int], rows: int, extent: list[int], window: int | None
+) -> Placement:
+    """Rows from `first` on, each of which sees the slots up to its own, with `window` the last of them only."""
+    group, dtype = config.heads // config.kv_heads, store.keys[0].dtype
+    bias = [
+        causal_bias(at, rows, end, group, window=window, dtype=dtype, device=store.device)
+        for at, end in zip(first, extent, strict=True)
+    ]
+    return Placement(first, extent, bias)
+
+
+class Pass:
+    """Memory of one pass: rows are written into a store and attend over a prefix of its slots."""
+
+    def __init__(
+        self,
+        store: KVStore,
+        slots: list[int],
+        positions: Tensor,
+        windows: tuple[int | None, ...],
+        placements: dict[int | None, Placement],
+    ) -> None:
+        """`placements` by the sliding window of a layer, `windows` the window of each layer."""
+        self.store, self.slots, self.positions = store, slots, positions
+        self.windows, self.placements = windows, placements
+        self.queries: list[Tensor] | None = None
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        if self.queries is not None:
+            self.queries.append(query[:, -QUERIES:].clone())
+        at = self.placements[self.windows[layer]]
+        self.store.write(layer, self.slots, at.first, key, value)
+        keys, values = self.store.keys[layer], self.store.values[layer]
+        parts = [
+            attend(
+                query[b : b + 1],
+                keys[slot : slot + 1, :, : at.extent[b]],
+                values[slot : slot + 1, :, : at.extent[b]],
+                at.bias[b],
+            )
+            for b, slot in enumerate(self.slots)
+        ]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def rows_at(first: Sequence[int], rows: int, device: torch.device) -> Tensor:
+    """Positions [B, rows] int64 of rows that begin at `first`."""
+    return torch.tensor(first, device=device)[:, None] + torch.arange(rows, device=device)
+
+
+class FullView:
+    """Every key. Rows attend over a multiple of `bucket` slots, so that a position always sees one shape.
+
+    For that a pass of the fixed shape must stay inside one bucket: `room` says how many tokens it may draft.
+    """
+
+    def __init__(self, config: ModelConfig, store: KVStore, sequences: int, bucket: int = 1) -> None:
+        self.config, self.store, self.bucket = config, store, bucket
+        self.held = [Held() for _ in range(sequences)]
+        self.record = False  # keep the queries of each pass, for views that select by them
+        self.recorded: dict[int, tuple[int, int, list[Tensor]]] = {}  # slot -> position of row 0, b, queries by layer
+
+    def missing(self, text: Text) -> list[int]:
+        return self.held[text.slot].missing(text.tokens, text.committed)
+
+    def fed(self, text: Text, tokens: Sequence[int]) -> None:
+        self.held[text.slot].extend(tokens)
+
+    def room(self, text: Text) -> int:
+        """Tokens that may be fed behind the text's last one without leaving its bucket."""
+        return self.bucket - 1 - (len(text) - 1) % self.bucket
+
+    def begin(self, texts: Sequence[Text], rows: int, live: Sequence[int] | None = None) -> Pass:
+        """`live`: rows of each text that count; the rest is padding, and may stand beyond the text's bucket."""
+        first = [len(self.held[text.slot]) for text in texts]
+        live = live or [rows] * len(texts)
+        extent = [-(-(at + n) // self.bucket) * self.bucket for at, n in zip(first, live, strict=True)]
+        device = self.store.device
+        placements = {w: place(self.config, self.store, first, rows, extent, w) for w in set(self.config.windows)}
+        slots = [text.slot for text in texts]
+        memory = Pass(self.store, slots, rows_at(first, rows, device), self.config.windows, placements)
+        if self.record:
+            memory.queries = []
+            for b, (slot, at) in enumerate(zip(slots, first, strict=True)):
+                self.recorded[slot] = (at + max(0, rows - QUERIES), b, memory.queries)
+        return memory
+
+    def verified_queries(self, layer: int, slot: int, length: int) -> Tensor:
+        """Queries [N, H, D], N ≥ 1, of the last pass's rows at positions below `length`; needs `record`."""
+        first, b, queries = self.recorded[slot]
+        return queries[layer][b, : length - first]
+
+
+class WindowView:
+    """A draft model's own short memory: sinks and recent tokens at window positions (StreamingLLM, arXiv 2309.17453).
+
+    When the window is full it is fed anew from the text's first `sinks` and last `recent` tokens, so that the model
+    never sees a position beyond its training, whatever the length of the text.
+    """
+
+    def __init__(
+        self, config: ModelConfig, store: KVStore, sequences: int, *, sinks: int, recent: int, slack: int
+    ) -> None:
+        """The store's capacity less `slack`, kept for tokens checked here, is where the window is full."""
+        self.full = FullView(config, store, sequences)
+        self.sinks, self.recent, self.capacity = sinks, recent, store.capacity - slack
+        self.skipped = [0] * sequences  # tokens left out between the sinks and the window
+
+    def missing(self, text: Text) -> list[int]:
+        held, skipped = self.full.held[text.slot], self.skipped[text.slot]
+        if len(text) - skipped > self.capacity:
+            self.skipped[text.slot] = skipped = max(0, len(text) - self.sinks - self.recent)
+            held.reset()
+        shown = text.tokens[: self.sinks] + text.tokens[self.sinks + skipped :]
+        return held.missing(shown, max(0, text.committed - skipped))
+
+    def fed(self, text: Text, tokens: Sequence[int]) -> None:
+        self.full.fed(text, tokens)
+
+    def begin(self, texts: Sequence[Text], rows: int) -> Pass:
+        return self.full.begin(texts, rows)

@@ -1,0 +1,3 @@
+"""The command line of hspec: parses, wires and prints. No model code."""
+
+__version__ = "0.1.0"

@@ -1,0 +1,32 @@
+"""Ctrl-C: once is a request to stop, twice is the end."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+
+@contextmanager
+def one_is_enough() -> Iterator[None]:
+    """During the block the first Ctrl-C raises KeyboardInterrupt and the second ends the process at once.
+
+    Where Ctrl-C is ignored, as in a shell's background jobs, or handled by somebody else, nothing changes.
+    """
+    before = signal.getsignal(signal.SIGINT)
+    main = threading.current_thread() is threading.main_thread()
+    if not main or before is not signal.default_int_handler:
+        yield
+        return
+    signal.signal(signal.SIGINT, _first)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def _first(_signal: int, _frame: FrameType | None) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    raise KeyboardInterrupt

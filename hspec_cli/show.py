@@ -1,0 +1,187 @@
+"""Records to words: the summary, the table of levels, the JSON document."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from hspec_cli import __version__
+
+if TYPE_CHECKING:
+    from hspec_cli.prepare import Job
+    from hspec_cli.run import Run
+    from hspec_decoding.engine import Engine
+    from hspec_decoding.events import LevelReport, Report
+    from hspec_decoding.sampling import Sampling
+    from hspec_decoding.text import TextStream
+
+ENDED = {
+    "length": " (cut at -n)",
+    "context": " (cut at the context's end)",
+    "stop": " (ended by --stop)",
+    "interrupted": " (interrupted)",
+}
+
+
+@dataclass
+class Spoken:
+    """What was said so far, and why it ended; `begun` once the engine gave an event."""
+
+    stream: TextStream
+    begun: bool = False
+    ids: list[int] = field(default_factory=list)
+    reason: str = "interrupted"
+
+    @property
+    def tokens(self) -> list[int]:
+        """Ids of the answer, without a stop string and what came after it."""
+        return self.ids[: self.stream.consumed] if self.stream.stopped else self.ids
+
+
+@dataclass(frozen=True)
+class Told:
+    """A run that ended."""
+
+    run: Run
+    job: Job
+    engine: Engine
+    spoken: Spoken
+    report: Report
+    load_seconds: float
+
+
+def summary(told: Told) -> str:
+    """One line: how much, how fast, by what."""
+    report, count = told.report, len(told.spoken.ids)
+    method = "levels" if told.run.levels else told.run.method
+    parts = [f"{method}: {report.stack}"]
+    passes = report.levels[-1].passes if report.levels else 0
+    if len(report.levels) > 1 and passes:
+        parts.append(f"{count / passes:.1f} tokens per pass")
+    gain = speed_up(report)
+    if gain is not None:
+        parts.append(f"{gain:.2f} times plain decoding")
+    spent = f"in {seconds(report.decode_seconds)} ({rate(report):.1f} tokens/s"
+    before = f"prompt {report.prompt_tokens:,} tokens in {seconds(report.prefill_seconds)})"
+    parts.append(sampling_words(told.job.sampling))
+    return f"{count:,} tokens{ENDED.get(told.spoken.reason, '')} {spent}; {before}, {', '.join(parts)}"
+
+
+def seconds(time: float) -> str:
+    """A duration for people."""
+    return f"{time:.1f} s" if time >= 1 else f"{time:.2f} s"
+
+
+def rate(report: Report) -> float:
+    """Tokens per second of decoding."""
+    return report.generated_tokens / report.decode_seconds if report.decode_seconds > 0 else 0.0
+
+
+def speed_up(report: Report) -> float | None:
+    """How many times faster than decoding without speculation, where both were measured."""
+    if report.plain_seconds is None or len(report.levels) < 2:
+        return None
+    return report.plain_seconds * rate(report)
+
+
+def sampling_words(sampling: Sampling) -> str:
+    """How tokens are chosen; what filters nothing is left out."""
+    if sampling.temperature == 0:
+        return f"greedy, seed {sampling.seed}"
+    words = [f"temperature {sampling.temperature:g}"]
+    if sampling.top_p < 1:
+        words.append(f"top-p {sampling.top_p:g}")
+    if sampling.top_k:
+        words.append(f"top-k {sampling.top_k}")
+    if sampling.min_p:
+        words.append(f"min-p {sampling.min_p:g}")
+    return ", ".join([*words, f"seed {sampling.seed}"])
+
+
+def table(report: Report) -> str:
+    """One row per level, cheapest first; acceptance is the share of its tokens that the next level kept."""
+    rows: list[tuple[str, ...]] = [("level", "proposed", "kept", "acceptance", "passes", "seconds")]
+    for level in report.levels:
+        accepted = acceptance(level, report)
+        share = "-" if accepted is None else f"{accepted:.1%}"
+        counts = (f"{number:,}" for number in (level.proposed, level.kept))
+        rows.append((level.name, *counts, share, f"{level.passes:,}", f"{level.seconds:.2f}"))
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "\n".join(
+        "  ".join([row[0].ljust(widths[0]), *(c.rjust(w) for c, w in zip(row[1:], widths[1:], strict=True))])
+        for row in rows
+    )
+
+
+def acceptance(level: LevelReport, report: Report) -> float | None:
+    """Share of the proposed tokens that were kept; None for the target, whose tokens nobody checks."""
+    if level is report.levels[-1] or not level.proposed:
+        return None
+    return level.kept / level.proposed
+
+
+def document(told: Told, notes: Sequence[str]) -> str:
+    """The JSON document of a run."""
+    run, job, spoken, report = told.run, told.job, told.spoken, told.report
+    made: dict[str, Any] = {
+        "text": spoken.stream.text,
+        "tokens": spoken.tokens,
+        "finish_reason": spoken.reason,
+        "truncated": False,  # a prompt is answered whole or refused
+        "prompt_tokens": report.prompt_tokens,
+        "generated_tokens": report.generated_tokens,
+        "context": job.context,
+        "model": run.model,
+        "draft_model": job.draft_name,
+        "method": run.method,
+        "stack": report.stack,
+        "rule": run.rule,
+        "select": run.select,
+        "exact": run.exact,
+        "seed": report.seed,
+        "sampling": {
+            "temperature": job.sampling.temperature,
+            "top_p": job.sampling.top_p,
+            "top_k": job.sampling.top_k,
+            "min_p": job.sampling.min_p,
+        },
+        "levels": [_level(level, report) for level in report.levels],
+        "timings": _timings(told),
+        "dtype": told.engine.dtype,
+        "device": told.engine.device,
+        "notes": list(notes),
+        "version": __version__,
+    }
+    return written(made)
+
+
+def written(made: dict[str, Any]) -> str:
+    """JSON with one line per key of the outermost object, so that long lists stay readable."""
+    lines = (f"  {json.dumps(k)}: {json.dumps(v, ensure_ascii=False, allow_nan=False)}" for k, v in made.items())
+    return "{\n" + ",\n".join(lines) + "\n}"
+
+
+def _level(level: LevelReport, report: Report) -> dict[str, Any]:
+    return {
+        "name": level.name,
+        "proposed": level.proposed,
+        "kept": level.kept,
+        "acceptance": acceptance(level, report),
+        "passes": level.passes,
+        "seconds": level.seconds,
+    }
+
+
+def _timings(told: Told) -> dict[str, float | None]:
+    """Seconds of each phase, and what they make."""
+    report = told.report
+    return {
+        "load_seconds": told.load_seconds,
+        "prefill_seconds": report.prefill_seconds,
+        "decode_seconds": report.decode_seconds,
+        "tokens_per_second": rate(report),
+        "plain_seconds_per_token": report.plain_seconds,
+        "speed_up": speed_up(report),
+    }

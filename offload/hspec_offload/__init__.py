@@ -1,0 +1,1 @@
+"""Where weights and KV go: sizes, plans, placement."""

@@ -1,0 +1,1 @@
+"""Host measurements and what everything above raises."""
