@@ -9,7 +9,7 @@ from collections.abc import Callable, Generator, Iterator
 from contextlib import closing, suppress
 from typing import TYPE_CHECKING
 
-from hspec_cli import show
+from hspec_cli import interrupt, show
 from hspec_cli.failures import INTERRUPTED
 from hspec_cli.output import Output, only_the_answer
 from hspec_cli.progress import Progress, progress
@@ -63,7 +63,14 @@ def _load(run: Run, text: str, voice: Voice, shown: Progress) -> tuple[Job, Engi
     from hspec_cli.prepare import prepare
     from hspec_decoding.engine import Engine, Settings
 
+    interrupt.check()
     job = prepare(run, text, voice, shown)
+    interrupt.check()
+
+    def loaded(done: int, total: int) -> None:
+        interrupt.check()
+        shown.update("layers loaded", done, total)
+
     settings = Settings(
         method=run.method,
         levels=run.levels,
@@ -81,7 +88,7 @@ def _load(run: Run, text: str, voice: Voice, shown: Progress) -> tuple[Job, Engi
         settings,
         job.context,
         vocabulary=job.tokenizer.size,
-        progress=lambda done, total: shown.update("layers loaded", done, total),
+        progress=loaded,
     )
     voice.detail(f"{run.model} on {engine.device} in {engine.dtype}: {engine.stack}")
     voice.detail(f"prompt {len(job.prompt):,} tokens, context {job.context:,}, {show.sampling_words(job.sampling)}")
@@ -120,6 +127,7 @@ def _follow(events: Iterator[Event], spoken: Spoken, say: Say, shown: Progress, 
     from hspec_decoding.events import Emitted, Finished, Prefilled
 
     for event in events:
+        interrupt.check()
         spoken.begun = True
         match event:
             case Prefilled():

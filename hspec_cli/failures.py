@@ -5,8 +5,6 @@ from __future__ import annotations
 import errno
 import traceback
 
-import typer
-
 from hspec_cli import voice
 from hspec_profiles.errors import HspecError
 
@@ -23,7 +21,7 @@ def report(failure: BaseException, *, debug: bool) -> int:
         return BROKEN_PIPE
     if debug:
         voice.write("".join(traceback.format_exception(failure)).rstrip())
-    if isinstance(failure, KeyboardInterrupt | typer.Abort):
+    if isinstance(failure, KeyboardInterrupt) or type(failure).__name__ == "Abort":
         voice.write("hspec: interrupted")
         return INTERRUPTED
     message, hint, code = _words(failure)
@@ -43,7 +41,11 @@ def _words(failure: BaseException) -> tuple[str, str | None, int]:
         return "host memory ran out", "a smaller `--ctx` or `-n` needs less, a smaller model too", 3
     if isinstance(failure, OSError) and failure.strerror:
         where = f": `{failure.filename}`" if failure.filename else ""
-        hint = "free some space, or set XDG_CACHE_HOME to another disk" if failure.errno == errno.ENOSPC else None
+        hint = (
+            "free some space, or put the output and XDG_CACHE_HOME on another disk"
+            if failure.errno == errno.ENOSPC
+            else None
+        )
         return f"{failure.strerror[0].lower()}{failure.strerror[1:]}{where}", hint, 1
     first = (str(failure).strip().splitlines() or ["no message"])[0]
     return f"internal: {type(failure).__name__}: {first}", "`--debug` shows where", 1

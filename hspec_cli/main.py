@@ -1,47 +1,13 @@
-"""The entry point: parse the words, carry out the command, put every failure into words."""
+"""The entry point: parse the words, carry out the command, put every failure into words.
+
+It imports next to nothing by itself, so that Ctrl-C is in good hands from the first moment.
+"""
 
 from __future__ import annotations
 
-import io
 import sys
-from contextlib import redirect_stdout
-from typing import Annotated
 
-import typer
-from typer.main import get_command
-
-from hspec_cli import __version__, failures, words
 from hspec_cli.interrupt import one_is_enough
-from hspec_cli.models import EXAMPLES as MODELS_EXAMPLES
-from hspec_cli.models import Models
-from hspec_cli.output import settle
-from hspec_cli.run import EXAMPLES as RUN_EXAMPLES
-from hspec_cli.run import Run
-
-EXAMPLES = """\
-Examples:
-  hspec run "Why is the sky blue?"
-  hspec run "Summarize this" < report.txt
-  hspec models"""
-
-app = typer.Typer(rich_markup_mode=None, context_settings={"help_option_names": ["-h", "--help"]})
-words.add(app, "run", Run, epilog=RUN_EXAMPLES)
-words.add(app, "models", Models, epilog=MODELS_EXAMPLES)
-
-
-def _version(wanted: bool) -> None:
-    if wanted:
-        print(f"hspec {__version__}")
-        raise typer.Exit
-
-
-@app.callback(epilog=f"\b\n{EXAMPLES}")
-def _hspec(
-    version: Annotated[
-        bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version and exit.")
-    ] = False,
-) -> None:
-    """Run long-context language models on consumer GPUs: losslessly, and fast by hierarchical speculation."""
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -49,25 +15,20 @@ def main(argv: list[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else argv
     with one_is_enough():
         try:
-            command = _parse(argv)
+            from hspec_cli.parser import parse
+
+            command = parse(argv)
             return command if isinstance(command, int) else command.execute()
         except (Exception, KeyboardInterrupt) as failure:
-            return failures.report(failure, debug="--debug" in argv)
+            from hspec_cli.failures import report
 
-
-def _parse(argv: list[str]) -> words.Command | int:
-    """The command that `argv` asks for, or the exit code of a help text or a completion."""
-    said = io.StringIO()
-    try:
-        with redirect_stdout(said):
-            parsed = get_command(app).main(args=argv or ["--help"], prog_name="hspec", standalone_mode=False)
-    finally:
-        print(said.getvalue(), end="", flush=True)
-    return parsed if isinstance(parsed, words.Command) else int(parsed or 0)
+            return report(failure, debug="--debug" in argv)
 
 
 def entry() -> None:
     """The console script."""
     code = main()
+    from hspec_cli.output import settle
+
     settle()
     sys.exit(code)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import select
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager, redirect_stdout, suppress
+from contextlib import contextmanager, redirect_stdout
 from typing import BinaryIO
 
 from hspec_profiles.errors import HspecError
@@ -45,7 +46,7 @@ def only_the_answer() -> Iterator[Output]:
         raise HspecError("standard output is closed, the answer has nowhere to go")
     stdout.flush()
     try:
-        kept = os.dup(stdout.fileno())
+        kept = _copy(stdout.fileno())
     except OSError:  # no file of the system under it
         with redirect_stdout(sys.stderr):
             yield Output(stdout.buffer)
@@ -56,19 +57,33 @@ def only_the_answer() -> Iterator[Output]:
 
 @contextmanager
 def _diverted() -> Iterator[None]:
-    """Point file descriptor 1 at stderr during the block."""
+    """Point file descriptor 1 at stderr, or at nothing where that is closed, during the block."""
     try:
-        kept = os.dup(1)
+        kept = _copy(1)
     except OSError:  # closed
         yield
         return
-    with suppress(OSError):
+    try:
         os.dup2(2, 1)
+    except OSError:
+        _discard(1)
     try:
         yield
     finally:
         os.dup2(kept, 1)
         os.close(kept)
+
+
+def _copy(number: int) -> int:
+    """A second descriptor of the same file, none of the three standard ones."""
+    return fcntl.fcntl(number, fcntl.F_DUPFD_CLOEXEC, 3)
+
+
+def _discard(number: int) -> None:
+    """Let what is written to this descriptor go nowhere."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, number)
+    os.close(nowhere)
 
 
 def settle() -> None:
@@ -77,6 +92,4 @@ def settle() -> None:
         if sys.stdout is not None:
             sys.stdout.flush()
     except (OSError, ValueError):
-        nowhere = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(nowhere, 1)
-        os.close(nowhere)
+        _discard(1)

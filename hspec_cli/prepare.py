@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -45,6 +46,7 @@ def prepare(run: Run, text: str, voice: Voice, progress: Progress) -> Job:
     pick_device(run.device, [])
     files = Files(run.offline, run.trust_remote_code, voice, progress)
     config = files.config(run.model)
+    draft = find_draft(run, files)
     target = files.model(run.model)
     prompt = tuple(encode(run, text, target.tokenizer, voice))
     if max(prompt, default=0) >= config.vocab_size:
@@ -54,11 +56,11 @@ def prepare(run: Run, text: str, voice: Voice, progress: Progress) -> Job:
             "tokenizer and weights belong to different models",
         )
     max_tokens, context, shortened = room(run, len(prompt), config.context, voice)
-    draft = find_draft(run, files, target, voice)
+    checked = open_draft(run, draft, target, voice) if draft else None
     return Job(
         target=target.open(),
-        draft=draft[1] if draft else None,
-        draft_name=draft[0] if draft else None,
+        draft=checked,
+        draft_name=draft.name if draft and checked else None,
         tokenizer=target.tokenizer,
         prompt=prompt,
         max_tokens=max_tokens,
@@ -93,13 +95,14 @@ class Files:
         )
         path = directory / GENERATION
         generation = read_json(path) if path.exists() else {}
-        return Model(directory, generation, Tokenizer.load(directory, generation))
+        return Model(name, directory, generation, Tokenizer.load(directory, generation))
 
 
 @dataclass(frozen=True)
 class Model:
     """A model on disk, before its weights are looked at."""
 
+    name: str
     directory: Path
     generation: Mapping[str, Any]
     tokenizer: Tokenizer
@@ -111,34 +114,44 @@ class Model:
         return checkpoint
 
 
-def find_draft(run: Run, files: Files, target: Model, voice: Voice) -> tuple[str, Checkpoint] | None:
-    """The draft model and its name; None without one. Raises for a bad one that was asked for.
-
-    A bad one that an alias brings is done without, with a note.
-    """
+def find_draft(run: Run, files: Files) -> Model | None:
+    """The draft model that was asked for, which must be there, else the alias's own, else None; a note says why."""
     known = hub.alias(run.model)
     name = run.draft_model or (known.draft if known else None)
     if name is None or name == "none":
         return None
     if not run.uses_draft:
         if run.draft_model:
-            voice.note("`--draft-model` changes nothing: these levels have no draft")
+            files.voice.note("`--draft-model` changes nothing: these levels have no draft")
         return None
-    try:
+    with _draft_may_fail(run, files.voice):
         files.config(name)
-        draft = files.model(name)
+        return files.model(name)
+    return None
+
+
+def open_draft(run: Run, draft: Model, target: Model, voice: Voice) -> Checkpoint | None:
+    """The draft's checked checkpoint, if its vocabulary is the target's; else as `find_draft`."""
+    with _draft_may_fail(run, voice):
         different = target.tokenizer.difference(draft.tokenizer)
         if different:
             raise HspecError(
-                f"the draft model `{name}` has another vocabulary than `{run.model}`: {different}",
+                f"the draft model `{draft.name}` has another vocabulary than `{target.name}`: {different}",
                 "a draft must share the target's tokenizer; `--draft-model none` does without one",
             )
-        return name, draft.open()
+        return draft.open()
+    return None
+
+
+@contextmanager
+def _draft_may_fail(run: Run, voice: Voice) -> Iterator[None]:
+    """A draft model that nobody asked for is done without, with a note."""
+    try:
+        yield
     except HspecError as failure:
         if run.draft_model:
             raise
         voice.note(f"no draft model: {failure.message}")
-        return None
 
 
 def encode(run: Run, text: str, tokenizer: Tokenizer, voice: Voice) -> list[int]:

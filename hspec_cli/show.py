@@ -66,7 +66,9 @@ def summary(told: Told) -> str:
     spent = f"in {seconds(report.decode_seconds)} ({rate(report):.1f} tokens/s"
     before = f"prompt {report.prompt_tokens:,} tokens in {seconds(report.prefill_seconds)})"
     parts.append(sampling_words(told.job.sampling))
-    return f"{count:,} tokens{ENDED.get(told.spoken.reason, '')} {spent}; {before}, {', '.join(parts)}"
+    return (
+        f"{count:,} token{'s' * (count != 1)}{ENDED.get(told.spoken.reason, '')} {spent}; {before}, {', '.join(parts)}"
+    )
 
 
 def seconds(time: float) -> str:

@@ -37,5 +37,6 @@ class Voice:
 def write(text: str) -> None:
     """Put `text` on stderr, control characters made visible; a stderr that is gone is no reason to fail."""
     safe = "".join(c if c.isprintable() or c in "\n\t" else ascii(c)[1:-1] for c in text)
-    with suppress(OSError, ValueError):
-        print(safe, file=sys.stderr, flush=True)
+    if sys.stderr is not None:
+        with suppress(OSError, ValueError):
+            print(safe, file=sys.stderr, flush=True)

@@ -70,6 +70,7 @@ def chain_model(
     otherwise: int | None = None,
     positions: int = 512,
     size: int = 320,
+    head_dim: int = 16,
     ends: int | Sequence[int] | None = None,
     **tokenizer: Any,
 ) -> Path:
@@ -91,7 +92,7 @@ def chain_model(
         "num_hidden_layers": 1,
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
-        "head_dim": 16,
+        "head_dim": head_dim,
         "hidden_act": "silu",
         "rms_norm_eps": 1e-12,
         "max_position_embeddings": positions,
@@ -103,20 +104,22 @@ def chain_model(
     if ends is not None:
         edit(directory / "generation_config.json", eos_token_id=ends)
     save_file(
-        _inert_layer(size) | {"lm_head.weight": head}, directory / "model.safetensors", {"format": "pt"}
+        _inert_layer(size, head_dim) | {"lm_head.weight": head},
+        directory / "model.safetensors",
+        {"format": "pt"},
     )
     return directory
 
 
-def _inert_layer(size: int) -> dict[str, torch.Tensor]:
+def _inert_layer(size: int, head_dim: int) -> dict[str, torch.Tensor]:
     """Tensors of a one-layer decoder whose last hidden state is the one-hot vector of the last token."""
     at = "model.layers.0."
     return {
         "model.embed_tokens.weight": torch.eye(size),
-        f"{at}self_attn.q_proj.weight": torch.zeros(64, size),
-        f"{at}self_attn.k_proj.weight": torch.zeros(32, size),
-        f"{at}self_attn.v_proj.weight": torch.zeros(32, size),
-        f"{at}self_attn.o_proj.weight": torch.zeros(size, 64),
+        f"{at}self_attn.q_proj.weight": torch.zeros(4 * head_dim, size),
+        f"{at}self_attn.k_proj.weight": torch.zeros(2 * head_dim, size),
+        f"{at}self_attn.v_proj.weight": torch.zeros(2 * head_dim, size),
+        f"{at}self_attn.o_proj.weight": torch.zeros(size, 4 * head_dim),
         f"{at}mlp.gate_proj.weight": torch.zeros(16, size),
         f"{at}mlp.up_proj.weight": torch.zeros(16, size),
         f"{at}mlp.down_proj.weight": torch.zeros(size, 16),

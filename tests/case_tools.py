@@ -7,13 +7,21 @@ import json
 import os
 import re
 import sys
-from collections.abc import Callable, Iterable
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pytest
+import torch
+from torch.nn import functional
+
 ROOT = Path(__file__).resolve().parent.parent
 PROMPT = b"def area(width, height):\n    return width * height\n\n\ndef area(width, depth):\n    return width"
+LONG_PROMPT = PROMPT * 8  # some 660 tokens
+SAMPLED = ("--temp", 0.8, "--top-p", 0.9)
 LFS_POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:" + b"a" * 64 + b"\nsize 2590000000\n"
 METHODS = ("autoregressive", "triforce")
 ESCAPES = re.compile(r"[\x1b\r\u2500-\u259f\u2800-\u28ff]")  # escape codes, box drawing, blocks, spinners
@@ -68,6 +76,7 @@ def environment(tmp_path: Path, **more: str) -> dict[str, str]:
         "XDG_CACHE_HOME": str(tmp_path / "cache"),
         "CUDA_VISIBLE_DEVICES": "",
         "HF_HUB_OFFLINE": "1",
+        "OMP_NUM_THREADS": "1",
         **more,
     }
 
@@ -91,9 +100,36 @@ def refused(result: Result, code: int | Iterable[int], *words: str) -> None:
     assert not missing, f"{missing} not in: {result.err}"
 
 
-def document(
-    hspec: Hspec, model: str | Path, *more: str | Path | float, stdin: bytes = PROMPT
-) -> dict[str, Any]:
+@contextmanager
+def pretending(monkeypatch: pytest.MonkeyPatch, beyond: int = 600, width: int | None = None) -> Iterator[None]:
+    """A pretend computer on which only reading many keys takes time.
+
+    Attention over more than `beyond` keys, of heads `width` wide if given, costs a millisecond of its clock, all
+    else nothing. So speculation pays, however slow drafts are on the real computer, and a run does what it does
+    because of its input, not because of the load.
+    """
+    now, attention = [0.0], functional.scaled_dot_product_attention
+
+    def attend(query: torch.Tensor, key: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        costs = key.shape[-2] > beyond and key.shape[-1] == (width or key.shape[-1])
+        now[0] += 1e-3 if costs else 1e-9
+        return attention(query, key, *args, **kwargs)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(functional, "scaled_dot_product_attention", attend)
+        patched.setattr(time, "perf_counter", lambda: now[0])
+        yield
+    assert now[0] > 1e-3, "the pretend computer saw no attention over many keys"
+
+
+def speculated(answer: dict[str, Any], proposals: int = 20) -> None:
+    """Speculation must have been at work in this answer, not plain decoding in its place."""
+    *drafting, target = answer["levels"]
+    assert target["name"] == "target(full)"
+    assert max(level["proposed"] for level in drafting) >= proposals, answer["levels"]
+
+
+def document(hspec: Hspec, model: str | Path, *more: str | Path | float, stdin: bytes = PROMPT) -> dict[str, Any]:
     """The JSON document of one raw run that works."""
     return answered(hspec("run", "-m", model, "--raw", "--json", *more, stdin=stdin)).document
 

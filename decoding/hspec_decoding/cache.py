@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
-from torch import Tensor
 
 from hspec_decoding.config import ModelConfig
 
@@ -30,10 +27,3 @@ class KVStore:
     def nbytes(self) -> int:
         """Bytes of keys and values together."""
         return sum(t.nbytes for t in (*self.keys, *self.values))
-
-    def write(self, layer: int, slots: Sequence[int], first: Sequence[int], key: Tensor, value: Tensor) -> None:
-        """Put rows key, value [B, R, HK, D] of the sequences `slots` at positions `first[b] ..`."""
-        rows = key.shape[1]
-        for b, (slot, at) in enumerate(zip(slots, first, strict=True)):
-            self.keys[layer][slot, :, at : at + rows] = key[b].transpose(0, 1)
-            self.values[layer][slot, :, at : at + rows] = value[b].transpose(0, 1)

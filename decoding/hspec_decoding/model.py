@@ -15,9 +15,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hspec_decoding.config import ModelConfig
-from hspec_decoding.rope import frequencies, rotate, rotation
+from hspec_decoding.rope import frequencies, rotation
+from hspec_kernels.linear import linear
+from hspec_kernels.mlp import silu_mul
+from hspec_kernels.norm import rms_norm
 
 Read = Callable[[str], Tensor]  # a checkpoint's tensor by name
+Norms = tuple[Tensor, Tensor, float] | None  # weights of the norms of queries and keys, epsilon
 Release = Callable[[Iterable[str]], None]  # told of tensors that were copied
 
 
@@ -26,8 +30,8 @@ class Memory(Protocol):
 
     positions: Tensor  # [B, R] int64, the rows' positions for RoPE
 
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """query [B, R, H, D], key and value [B, R, HK, D] after RoPE -> [B, R, H, D]."""
+    def attend(self, layer: int, stacked: Tensor, cos: Tensor, sin: Tensor, norms: Norms) -> Tensor:
+        """Queries, keys and values [B, R, (H + 2 HK) D] of one layer, angles [B, R, D] -> [B, R, H, D]."""
         ...
 
 
@@ -37,8 +41,7 @@ class Layer:
 
     input_norm: Tensor
     qkv: tuple[Tensor, Tensor | None]
-    q_norm: Tensor | None
-    k_norm: Tensor | None
+    qk_norms: Norms
     out: tuple[Tensor, Tensor | None]
     mlp_norm: Tensor
     gate_up: tuple[Tensor, Tensor | None]
@@ -81,25 +84,21 @@ class Decoder:
     @torch.inference_mode()
     def forward(self, tokens: Tensor, memory: Memory) -> Tensor:
         """Hidden states [B, R, hidden] after the final norm, for token ids [B, R]."""
-        config, eps = self.config, self.config.norm_eps
+        eps = self.config.norm_eps
         cos, sin = rotation(self.inverse, self.rope_factor, memory.positions, self.dtype)
-        sizes = [n * config.head_dim for n in (config.heads, config.kv_heads, config.kv_heads)]
         x = F.embedding(tokens, self.embedding)
         for i, layer in enumerate(self.layers):
-            stacked = F.linear(rms_norm(x, layer.input_norm, eps), *layer.qkv)
-            q, k, v = (part.view(*part.shape[:2], -1, config.head_dim) for part in torch.split(stacked, sizes, dim=-1))
-            if layer.q_norm is not None and layer.k_norm is not None:
-                q, k = rms_norm(q, layer.q_norm, eps), rms_norm(k, layer.k_norm, eps)
-            attended = memory.attend(i, rotate(q, cos, sin), rotate(k, cos, sin), v)
-            x = x + F.linear(attended.flatten(-2), *layer.out)
-            gate, up = F.linear(rms_norm(x, layer.mlp_norm, eps), *layer.gate_up).chunk(2, dim=-1)
-            x = x + F.linear(F.silu(gate) * up, *layer.down)
+            stacked = linear(rms_norm(x, layer.input_norm, eps), *layer.qkv)
+            attended = memory.attend(i, stacked, cos, sin, layer.qk_norms)
+            x = linear(attended.flatten(-2), *layer.out, residual=x)
+            gated = silu_mul(linear(rms_norm(x, layer.mlp_norm, eps), *layer.gate_up))
+            x = linear(gated, *layer.down, residual=x)
         return rms_norm(x, self.norm, eps)
 
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:
         """Float32 logits [..., vocabulary] of hidden states [..., hidden]."""
-        return F.linear(hidden, self.head).float()
+        return linear(hidden, self.head).float()
 
     def non_finite(self) -> str | None:
         """The first group of weights that holds NaN or infinity, in words, or None."""
@@ -107,13 +106,8 @@ class Decoder:
         for i, layer in enumerate(self.layers):
             for part in vars(layer).values():
                 tensors = part if isinstance(part, tuple) else (part,)
-                named += [(f"layer {i}", tensor) for tensor in tensors if tensor is not None]
+                named += [(f"layer {i}", tensor) for tensor in tensors if isinstance(tensor, Tensor)]
         return next((name for name, tensor in named if not torch.isfinite(tensor).all()), None)
-
-
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Root-mean-square norm over the last dimension, computed in float32 (Zhang and Sennrich, arXiv 1910.07467)."""
-    return F.rms_norm(x, (x.shape[-1],), weight, eps)
 
 
 class _Loader:
@@ -138,8 +132,9 @@ class _Loader:
         return Layer(
             input_norm=self(at + "input_layernorm.weight"),
             qkv=self.linear(attention, "q_proj", "k_proj", "v_proj", bias=config.qkv_bias),
-            q_norm=self(attention + "q_norm.weight") if config.qk_norm else None,
-            k_norm=self(attention + "k_norm.weight") if config.qk_norm else None,
+            qk_norms=(self(attention + "q_norm.weight"), self(attention + "k_norm.weight"), config.norm_eps)
+            if config.qk_norm
+            else None,
             out=self.linear(attention, "o_proj", bias=config.o_bias),
             mlp_norm=self(at + "post_attention_layernorm.weight"),
             gate_up=self.linear(mlp, "gate_proj", "up_proj", bias=config.mlp_bias),

@@ -35,14 +35,7 @@ def frequencies(config: ModelConfig, context: int) -> tuple[Tensor, float]:
 
 
 def rotation(inverse: Tensor, factor: float, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """cos and sin [B, R, 1, head_dim] for token positions [B, R], computed in float32."""
+    """cos and sin [B, R, head_dim] of token positions [B, R], computed in float32; both halves are the same."""
     angles = positions[..., None].float() * inverse
-    angles = torch.cat((angles, angles), dim=-1)[:, :, None]
+    angles = torch.cat((angles, angles), dim=-1)
     return (angles.cos() * factor).to(dtype), (angles.sin() * factor).to(dtype)
-
-
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate heads x [B, R, H, head_dim] by their positions' angles."""
-    half = x.shape[-1] // 2
-    turned = torch.cat((-x[..., half:], x[..., :half]), dim=-1)
-    return x * cos + turned * sin

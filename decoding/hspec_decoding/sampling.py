@@ -22,6 +22,7 @@ from torch import Tensor
 
 from hspec_profiles.errors import UsageError
 
+COLDEST = 1e-30  # the least temperature that float32 can divide by without harm
 _MASK = (1 << 64) - 1
 _WEYL, _MIX1, _MIX2 = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 
@@ -55,40 +56,36 @@ class Sampling:
 
 
 def filtered(logits: Tensor, sampling: Sampling) -> Tensor:
-    """Logits [N, V] divided by the temperature, -inf where top-k, top-p or min-p drop a token.
+    """Logits [N, V] below each row's largest, over the temperature; -inf where top-k, top-p or min-p drop a token.
 
     Filters apply in that order, each to what the former left; top-p keeps tokens up to and including the first that
-    brings their mass to `top_p`. Temperature must not be 0.
+    brings their mass to `top_p`. Temperature must not be 0. Rows are worked one by one: sums over several at once may
+    round differently.
     """
-    scaled = logits / sampling.temperature
+    return torch.cat([_filtered_row(row[None], sampling) for row in logits])
+
+
+def _filtered_row(logits: Tensor, sampling: Sampling) -> Tensor:
+    scaled = (logits - logits.amax()) / max(sampling.temperature, COLDEST)
     if 0 < sampling.top_k < scaled.shape[-1]:
         floor = scaled.topk(sampling.top_k, dim=-1).values[:, -1:]
         scaled = scaled.masked_fill(scaled < floor, float("-inf"))
     if sampling.top_p < 1:
         scaled = scaled.masked_fill(scaled < _nucleus_floor(scaled, sampling.top_p), float("-inf"))
     if sampling.min_p > 0:
-        floor = scaled.amax(-1, keepdim=True) + math.log(sampling.min_p)
-        scaled = scaled.masked_fill(scaled < floor, float("-inf"))
+        scaled = scaled.masked_fill(scaled < math.log(sampling.min_p), float("-inf"))
     return scaled
 
 
 def _nucleus_floor(scaled: Tensor, top_p: float) -> Tensor:
-    """Smallest logit [N, 1] in each row's nucleus. Sorts the head of a row; all of it only where that is too flat."""
+    """Smallest logit [1, 1] in the nucleus of a row. Sorts the head of the row; all of it only where that is flat."""
     total = scaled.logsumexp(-1, keepdim=True)
-    head = scaled.topk(min(256, scaled.shape[-1]), dim=-1).values
-    floor, reached = _floor_of_sorted(head, total, top_p)
-    for row in (~reached).nonzero().flatten().tolist():
-        ordered = scaled[row : row + 1].sort(descending=True).values
-        floor[row], _ = _floor_of_sorted(ordered, total[row : row + 1], top_p)
-    return floor
-
-
-def _floor_of_sorted(ordered: Tensor, total: Tensor, top_p: float) -> tuple[Tensor, Tensor]:
-    """Logit [N, 1] at which the mass of descending `ordered` [N, M] first reaches top_p, and whether it does [N]."""
-    mass = (ordered - total).exp().cumsum(-1)
-    before = (mass < top_p).sum(-1, keepdim=True)
-    last = ordered.shape[-1] - 1
-    return ordered.gather(-1, before.clamp(max=last)), before[:, 0] <= last
+    for head in (min(256, scaled.shape[-1]), scaled.shape[-1]):
+        ordered = scaled.topk(head, dim=-1).values
+        before = ((ordered - total).exp().cumsum(-1) < top_p).sum()
+        if before < head:
+            return ordered[:, before, None]
+    return ordered[:, -1:]
 
 
 def probabilities(logits: Tensor, sampling: Sampling) -> Tensor:

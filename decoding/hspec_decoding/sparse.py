@@ -15,7 +15,7 @@ from torch import Tensor
 from hspec_decoding.cache import KVStore
 from hspec_decoding.config import ModelConfig
 from hspec_decoding.sequence import Held, Text
-from hspec_decoding.views import FullView, Pass, place, rows_at
+from hspec_decoding.views import FullView, Layout, Pass
 
 CHUNK = 8  # tokens scored and taken together
 SINKS = 16  # first tokens, always taken
@@ -136,13 +136,13 @@ class SparseView:
     def begin(self, texts: Sequence[Text], rows: int) -> Pass:
         slots = [text.slot for text in texts]
         added = [len(self.held[slot]) for slot in slots]
-        device = self.copy.device
-        placements = {}
-        for window in set(self.config.windows):
-            first = [self.filled[slot][window] + n for slot, n in zip(slots, added, strict=True)]
-            placements[window] = place(self.config, self.copy, first, rows, [at + rows for at in first], None)
-        positions = rows_at([self.base[slot] + n for slot, n in zip(slots, added, strict=True)], rows, device)
-        return Pass(self.copy, slots, positions, self.config.windows, placements)
+        positions = [self.base[slot] + n for slot, n in zip(slots, added, strict=True)]
+        first = {
+            window: [self.filled[slot][window] + n for slot, n in zip(slots, added, strict=True)]
+            for window in set(self.config.windows)
+        }
+        extent = {window: [at + rows for at in starts] for window, starts in first.items()}
+        return Pass(self.config, self.copy, Layout(slots, rows, positions, first, extent), windowed=False)
 
     def _renew(self, text: Text, length: int) -> None:
         """Copy what the rule selects of the first `length` tokens, whose keys are exact."""

@@ -15,9 +15,10 @@ from torch import Tensor
 
 from hspec_decoding.cache import KVStore
 from hspec_decoding.config import ModelConfig
-from hspec_decoding.model import Memory
+from hspec_decoding.model import Memory, Norms
 from hspec_decoding.sequence import Held, Text
-from hspec_kernels.attention import attend, causal_bias
+from hspec_kernels.attention import Reach, attend
+from hspec_kernels.rope import rope_append
 
 QUERIES = 64  # rows of a pass, the last ones, whose queries are kept for views that select by them
 
@@ -39,63 +40,49 @@ class View(Protocol):
 
 
 @dataclass(frozen=True)
-class Placement:
-    """Where the rows of a pass go in each sequence's slots, and what they see."""
+class Layout:
+    """Where the rows of a pass go and what they see, as plain numbers; row 0 of each sequence, the rest follows on.
 
-    first: list[int]  # slot of row 0
-    extent: list[int]  # slots attended over
-    bias: list[Tensor]  # see `causal_bias`
+    `first` and `extent` by the sliding window of a layer: the slot of row 0, and how many slots are looked at.
+    """
 
-
-def place(
-    config: ModelConfig, store: KVStore, first: list[int], rows: int, extent: list[int], window: int | None
-) -> Placement:
-    """Rows from `first` on, each of which sees the slots up to its own, with `window` the last of them only."""
-    group, dtype = config.heads // config.kv_heads, store.keys[0].dtype
-    bias = [
-        causal_bias(at, rows, end, group, window=window, dtype=dtype, device=store.device)
-        for at, end in zip(first, extent, strict=True)
-    ]
-    return Placement(first, extent, bias)
+    slots: list[int]
+    rows: int
+    positions: list[int]
+    first: dict[int | None, list[int]]
+    extent: dict[int | None, list[int]]
 
 
 class Pass:
     """Memory of one pass: rows are written into a store and attend over a prefix of its slots."""
 
-    def __init__(
-        self,
-        store: KVStore,
-        slots: list[int],
-        positions: Tensor,
-        windows: tuple[int | None, ...],
-        placements: dict[int | None, Placement],
-    ) -> None:
-        """`placements` by the sliding window of a layer, `windows` the window of each layer."""
-        self.store, self.slots, self.positions = store, slots, positions
-        self.windows, self.placements = windows, placements
+    def __init__(self, config: ModelConfig, store: KVStore, layout: Layout, *, windowed: bool) -> None:
+        """`windowed`: slots are positions, so that sliding windows still have to be applied."""
+        device = store.device
+        self.config, self.store = config, store
+        self.slots = torch.tensor(layout.slots, device=device)
+        self.positions = torch.tensor(layout.positions, device=device)[:, None] + torch.arange(
+            layout.rows, device=device
+        )
+        self.reach = {
+            window: Reach(
+                self.slots,
+                torch.tensor(first, device=device),
+                layout.rows,
+                tuple(layout.extent[window]),
+                window if windowed else None,
+            )
+            for window, first in layout.first.items()
+        }
         self.queries: list[Tensor] | None = None
 
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    def attend(self, layer: int, stacked: Tensor, cos: Tensor, sin: Tensor, norms: Norms) -> Tensor:
+        reach = self.reach[self.config.windows[layer]]
+        keys, values = self.store.keys[layer], self.store.values[layer]
+        query = rope_append(stacked, cos, sin, keys, values, self.slots, reach.first, norms)
         if self.queries is not None:
             self.queries.append(query[:, -QUERIES:].clone())
-        at = self.placements[self.windows[layer]]
-        self.store.write(layer, self.slots, at.first, key, value)
-        keys, values = self.store.keys[layer], self.store.values[layer]
-        parts = [
-            attend(
-                query[b : b + 1],
-                keys[slot : slot + 1, :, : at.extent[b]],
-                values[slot : slot + 1, :, : at.extent[b]],
-                at.bias[b],
-            )
-            for b, slot in enumerate(self.slots)
-        ]
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
-
-
-def rows_at(first: Sequence[int], rows: int, device: torch.device) -> Tensor:
-    """Positions [B, rows] int64 of rows that begin at `first`."""
-    return torch.tensor(first, device=device)[:, None] + torch.arange(rows, device=device)
+        return attend(query, keys, values, reach)
 
 
 class FullView:
@@ -125,10 +112,9 @@ class FullView:
         first = [len(self.held[text.slot]) for text in texts]
         live = live or [rows] * len(texts)
         extent = [-(-(at + n) // self.bucket) * self.bucket for at, n in zip(first, live, strict=True)]
-        device = self.store.device
-        placements = {w: place(self.config, self.store, first, rows, extent, w) for w in set(self.config.windows)}
-        slots = [text.slot for text in texts]
-        memory = Pass(self.store, slots, rows_at(first, rows, device), self.config.windows, placements)
+        slots, windows = [text.slot for text in texts], set(self.config.windows)
+        layout = Layout(slots, rows, first, dict.fromkeys(windows, first), dict.fromkeys(windows, extent))
+        memory = Pass(self.config, self.store, layout, windowed=True)
         if self.record:
             memory.queries = []
             for b, (slot, at) in enumerate(zip(slots, first, strict=True)):

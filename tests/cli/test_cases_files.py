@@ -43,9 +43,7 @@ HTML = b"<!DOCTYPE html>\n<html><head><title>Sign in</title></head><body></body>
     ],
 )
 @pytest.mark.parametrize("form", ["single", "shard"])
-def test_F2_file_that_holds_no_weights(
-    hspec: Hspec, tmp_path: Path, form: str, content: bytes, looks: str
-) -> None:
+def test_F2_file_that_holds_no_weights(hspec: Hspec, tmp_path: Path, form: str, content: bytes, looks: str) -> None:
     """A Git LFS pointer, a web page, an empty or tiny file or noise in place of weights is named for what it is."""
     model = tiny_models.model(tmp_path / "model", shards=form == "shard")
     weights = cases.shards(model)[1] if form == "shard" else model / "model.safetensors"

@@ -13,10 +13,9 @@ from typing import Any
 
 import case_models as models
 import case_tools as cases
-import gguf
 import numpy as np
 import pytest
-import tiny
+import tiny_gguf
 import tiny_models
 import torch
 from case_models import speaker
@@ -32,9 +31,7 @@ from case_tools import Hspec, answered, refused, short_run
         ({"quant_method": "fp8"}, "fp8"),
     ],
 )
-def test_F14_quantized_checkpoint(
-    hspec: Hspec, model: Path, quantization: dict[str, Any], package: str
-) -> None:
+def test_F14_quantized_checkpoint(hspec: Hspec, model: Path, quantization: dict[str, Any], package: str) -> None:
     """A quantized checkpoint is refused with its method, the package others read it with, and what hspec reads."""
     models.edit(model / "config.json", quantization_config=quantization)
     refused(short_run(hspec, model), 1, quantization["quant_method"], package, "GGUF")
@@ -42,7 +39,12 @@ def test_F14_quantized_checkpoint(
 
 YARN = {"factor": 4.0, "original_max_position_embeddings": 128}
 LLAMA3 = {**YARN, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
-LONG = {"factor": 4.0, "short_factor": [1.0] * 8, "long_factor": [2.0] * 8, "original_max_position_embeddings": 128}
+LONG = {
+    "factor": 4.0,
+    "short_factor": [1.0] * 8,
+    "long_factor": [2.0] * 8,
+    "original_max_position_embeddings": 128,
+}
 
 
 @pytest.mark.parametrize(
@@ -63,9 +65,7 @@ def test_F15_spellings_of_rope(hspec: Hspec, model: Path, kind: str, rope: dict[
         {"rope_scaling": {"rope_type": kind, **rope}, "rope_theta": 5000.0},
         {"rope_parameters": {"rope_type": kind, "rope_theta": 5000.0, **rope}},
     ):
-        models.edit(
-            model / "config.json", **{"rope_scaling": None, "rope_parameters": None, "rope_theta": None}
-        )
+        models.edit(model / "config.json", **{"rope_scaling": None, "rope_parameters": None, "rope_theta": None})
         models.edit(model / "config.json", **spelled)
         result = answered(hspec("run", "-m", model, "--raw", "-n", 16, "--method", "triforce", "x" * 200))
         texts.append(result.out)
@@ -74,9 +74,7 @@ def test_F15_spellings_of_rope(hspec: Hspec, model: Path, kind: str, rope: dict[
 
 def test_F15_unknown_rope(hspec: Hspec, model: Path) -> None:
     """A RoPE type that nobody knows is refused by name."""
-    models.edit(
-        model / "config.json", rope_scaling={"rope_type": "spiral", "factor": 2.0}, rope_parameters=None
-    )
+    models.edit(model / "config.json", rope_scaling={"rope_type": "spiral", "factor": 2.0}, rope_parameters=None)
     refused(short_run(hspec, model), 1, "spiral")
 
 
@@ -84,11 +82,7 @@ def test_F18_bin_only(hspec: Hspec, tmp_path: Path) -> None:
     """A repository of `pytorch_model.bin` runs, is converted once, and gives the text of its safetensors twin."""
     same = short_run(hspec, tiny_models.model(tmp_path / "twin", seed=4)).out
     model = tiny_models.model(tmp_path / "model", seed=4, safetensors=False)
-    assert [
-        path.suffix
-        for path in model.iterdir()
-        if "model" in path.name and path.suffix in (".bin", ".safetensors")
-    ]
+    assert [path.suffix for path in model.iterdir() if "model" in path.name and path.suffix in (".bin", ".safetensors")]
     assert not list(model.glob("*.safetensors"))
     first = answered(short_run(hspec, model))
     made = {path: path.stat().st_mtime_ns for path in (tmp_path / "cache").rglob("*.safetensors")}
@@ -139,62 +133,30 @@ def test_F18_no_weights(hspec: Hspec, model: Path) -> None:
 
 
 def write_gguf(path: Path) -> Path:
-    """A Llama of two layers and a byte-level vocabulary as a GGUF file; embeddings one-hot, all else inert."""
-    names = tiny_vocabulary(path.parent / "names")
-    writer = gguf.GGUFWriter(path, "llama")
-    writer.add_context_length(256)
-    writer.add_embedding_length(320)
-    writer.add_block_count(2)
-    writer.add_feed_forward_length(32)
-    writer.add_head_count(4)
-    writer.add_head_count_kv(2)
-    writer.add_rope_dimension_count(80)
-    writer.add_layer_norm_rms_eps(1e-6)
-    writer.add_vocab_size(len(names))
-    writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre("default")
-    writer.add_token_list(names)
-    writer.add_token_types([3 if name.startswith("<") and len(name) > 1 else 1 for name in names])
-    writer.add_token_merges([])
-    writer.add_bos_token_id(0)
-    writer.add_eos_token_id(1)
-    for name, value in _gguf_tensors(names).items():
-        writer.add_tensor(name, value)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return path
-
-
-def tiny_vocabulary(directory: Path) -> list[str]:
-    """Texts of the tiny tokenizer's first 260 tokens: four control tokens and the bytes."""
-    directory.mkdir()
-    tiny.tokenizer(directory)
-    vocabulary = models.vocabulary_of(directory)
-    ordered = sorted(vocabulary, key=vocabulary.__getitem__)
-    return [*(t for t in ordered if t in ("<s>", "</s>")), *(t for t in ordered if len(t) == 1)]
-
-
-def _gguf_tensors(names: list[str]) -> dict[str, np.ndarray[Any, Any]]:
-    size, hidden = len(names), 320
-    head = np.zeros((size, hidden), np.float32)
-    for a, b in zip("oabc", "abc", strict=False):
-        head[names.index(b), names.index(a)] = 4.0
-    head[names.index("</s>"), names.index("c")] = 4.0
-    tensors = {
-        "token_embd.weight": np.eye(size, hidden, dtype=np.float32),
-        "output_norm.weight": np.ones(hidden, np.float32),
-        "output.weight": head,
+    """A two-layer Llama as a GGUF file that answers what ends in `o` with `abc`: one-hot embeddings, inert layers."""
+    names = tiny_gguf.VOCABULARY["tokenizer.ggml.tokens"]
+    size = len(names)
+    head = np.zeros((size, size), np.float32)
+    for one, after in (("o", "a"), ("a", "b"), ("b", "c"), ("c", "</s>")):
+        head[names.index(after), names.index(one)] = 4.0
+    ones = np.ones(size, np.float32)
+    tensors = {"token_embd.weight": np.eye(size, dtype=np.float32), "output_norm.weight": ones, "output.weight": head}
+    shapes = {"attn_q": (size, size), "attn_k": (size // 2, size), "attn_v": (size // 2, size)}
+    shapes |= {"attn_output": (size, size), "ffn_gate": (32, size), "ffn_up": (32, size), "ffn_down": (size, 32)}
+    for at in ("blk.0", "blk.1"):
+        tensors |= {f"{at}.{name}.weight": np.zeros(shape, np.float32) for name, shape in shapes.items()}
+        tensors |= {f"{at}.{name}.weight": ones for name in ("attn_norm", "ffn_norm")}
+    metadata = {
+        "context_length": 256,
+        "embedding_length": size,
+        "block_count": 2,
+        "feed_forward_length": 32,
+        "attention.head_count": 4,
+        "attention.head_count_kv": 2,
+        "rope.dimension_count": size // 4,
+        "attention.layer_norm_rms_epsilon": 1e-6,
     }
-    shapes = {"attn_q": (320, 320), "attn_k": (160, 320), "attn_v": (160, 320), "attn_output": (320, 320)}
-    shapes |= {"ffn_gate": (32, 320), "ffn_up": (32, 320), "ffn_down": (320, 32)}
-    for layer in range(2):
-        for name, shape in shapes.items():
-            tensors[f"blk.{layer}.{name}.weight"] = np.zeros(shape, np.float32)
-        for name in ("attn_norm", "ffn_norm"):
-            tensors[f"blk.{layer}.{name}.weight"] = np.ones(hidden, np.float32)
-    return tensors
+    return tiny_gguf.write(path, "llama", metadata, tensors)
 
 
 @pytest.mark.parametrize("method", cases.METHODS)
@@ -235,17 +197,13 @@ def test_F19_unsupported_architecture(
     assert not no_network
 
 
-def test_F13_no_room_for_the_converted_copy(
-    hspec: Hspec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_F13_no_room_for_the_converted_copy(hspec: Hspec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A conversion that the disk has no room for is refused beforehand with both sizes, and leaves no file."""
     model = tiny_models.model(tmp_path / "model", safetensors=False)
     usage = collections.namedtuple("usage", "total used free")
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage(10**9, 10**9 - 4096, 4096))
     refused(short_run(hspec, model), 3, "free")
-    assert not [
-        path for path in (tmp_path / "cache").rglob("*") if path.is_file() and path.stat().st_size > 4096
-    ]
+    assert not [path for path in (tmp_path / "cache").rglob("*") if path.is_file() and path.stat().st_size > 4096]
 
 
 def test_F13_disk_that_fills_while_writing(hspec: Hspec, tmp_path: Path) -> None:

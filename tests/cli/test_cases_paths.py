@@ -110,3 +110,14 @@ def test_F9_cached_snapshot_that_lacks_a_shard(hspec: Hspec, hub: Path, sharded:
     gone = cases.shards(sharded)[1].name
     (tiny_models.hub_tree(hub, sharded, "someone/tiny") / gone).unlink()
     refused(short_run(hspec, "someone/tiny"), 1, gone)
+
+
+def test_F10_download_that_never_ended(hspec: Hspec, hub: Path, model: Path, no_network: list[object]) -> None:
+    """Offline, a repository whose weights were left half downloaded is refused with the size of what is left."""
+    snapshot = tiny_models.hub_tree(hub, model, "someone/tiny")
+    weights = (snapshot / "model.safetensors").resolve()
+    (snapshot / "model.safetensors").unlink()
+    weights.rename(weights.with_suffix(".incomplete"))
+    size = weights.with_suffix(".incomplete").stat().st_size
+    refused(short_run(hspec, "someone/tiny"), 1, "someone/tiny", "weights", f"{size / 1000:.0f} kB")
+    assert not no_network

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import os
 import signal
@@ -12,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from hspec_cli import output, progress, voice
-from hspec_cli.interrupt import one_is_enough
+from hspec_cli.interrupt import check, one_is_enough
 from hspec_cli.main import main
 from hspec_cli.models import Models
 from hspec_cli.output import Output, only_the_answer
@@ -50,6 +51,23 @@ def test_c_prints_reach_stderr(tmp_path: Path) -> None:
     assert os.waitpid(pid, 0)[1] == 0
     assert (tmp_path / "out").read_bytes() == b"answer end"
     assert (tmp_path / "err").read_bytes() == b"noise"
+
+
+def test_closed_stderr_lets_nothing_into_the_answer(tmp_path: Path) -> None:
+    """The copy of stdout does not take the number of a closed stderr, and notes have nowhere else to go."""
+    pid = os.fork()
+    if pid == 0:
+        os.dup2(os.open(tmp_path / "out", os.O_CREAT | os.O_WRONLY), 1)
+        os.close(2)
+        sys.stdout, sys.stderr = os.fdopen(1, "w"), None
+        with only_the_answer() as out:
+            os.write(1, b"noise")
+            voice.write("a note")
+            print("advice")
+            out.write("answer")
+        os._exit(0)
+    assert os.waitpid(pid, 0)[1] == 0
+    assert (tmp_path / "out").read_bytes() == b"answer"
 
 
 def test_last_line_ends_once() -> None:
@@ -234,3 +252,14 @@ def test_interrupted_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Cap
     monkeypatch.setattr(Models, "execute", interrupted)
     assert main(["models"]) == 130
     assert capsys.readouterr() == ("", "hspec: interrupted\n")
+
+
+def test_swallowed_interrupt_is_remembered() -> None:
+    """A library that catches everything delays a request to stop and does not undo it."""
+    with one_is_enough():
+        check()
+        with contextlib.suppress(BaseException):
+            signal.raise_signal(signal.SIGINT)
+        with pytest.raises(KeyboardInterrupt):
+            check()
+    check()

@@ -10,16 +10,19 @@ from pathlib import Path
 
 import pytest
 
-from hspec_cli import __version__, failures, main, words
+from hspec_cli import __version__, failures, words
+from hspec_cli.main import main
 from hspec_cli.models import Models
+from hspec_cli.parser import parse
 from hspec_cli.run import DTYPES, RULES, SELECTIONS, SHORT_DTYPES, Run
+from hspec_decoding.stack import METHODS
 from hspec_profiles.errors import DoesNotFit, HspecError, UsageError
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 
 
 def parsed(*argv: str) -> Run:
-    command = main._parse(["run", *argv])
+    command = parse(["run", *argv])
     assert isinstance(command, Run)
     return command
 
@@ -150,7 +153,7 @@ def test_choices_are_the_engines_own() -> None:
 )
 def test_usage_errors(argv: list[str], said: tuple[str, ...], capfd: pytest.CaptureFixture[str]) -> None:
     """Exit 2, one sentence with the valid values, nothing on stdout."""
-    assert main.main(["run", *argv]) == 2
+    assert main(["run", *argv]) == 2
     out, err = capfd.readouterr()
     assert out == ""
     assert err.startswith("error: ")
@@ -159,7 +162,7 @@ def test_usage_errors(argv: list[str], said: tuple[str, ...], capfd: pytest.Capt
 
 
 def test_unknown_command(capfd: pytest.CaptureFixture[str]) -> None:
-    assert main.main(["ruin"]) == 2
+    assert main(["ruin"]) == 2
     assert "ruin" in capfd.readouterr().err
 
 
@@ -168,19 +171,30 @@ def test_unknown_command(capfd: pytest.CaptureFixture[str]) -> None:
 
 def test_help_and_version(capfd: pytest.CaptureFixture[str]) -> None:
     for argv in (["--help"], [], ["-h"]):
-        assert main.main(argv) == 0
+        assert main(argv) == 0
         assert "hspec run" in capfd.readouterr().out
-    assert main.main(["--version"]) == 0
+    assert main(["--version"]) == 0
     assert capfd.readouterr().out == f"hspec {__version__}\n"
 
 
 def test_help_of_run_has_every_option_under_a_heading(capfd: pytest.CaptureFixture[str]) -> None:
-    assert main.main(["run", "--help"]) == 0
+    assert main(["run", "--help"]) == 0
     out, err = capfd.readouterr()
     assert err == ""
     for heading in ("Prompt:", "Model:", "Speculation:", "Sampling:", "Output:", "Examples:"):
         assert f"\n{heading}" in out or f"\n  {heading}" in out
-    for flag in ("--levels", "-md, --draft-model", "--exact / --no-exact", "-n, --max-tokens", "HSPEC_MODEL"):
+    for flag in (
+        *METHODS,
+        *RULES,
+        *SELECTIONS,
+        *DTYPES,
+        *SHORT_DTYPES,
+        "--levels",
+        "-md, --draft-model",
+        "--exact / --no-exact",
+        "-n, --max-tokens",
+        "HSPEC_MODEL",
+    ):
         assert flag in out
     assert not [c for c in out if c in "\x1b\r" or "\u2500" <= c <= "\u259f"]
 
@@ -190,7 +204,7 @@ def test_completion(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixtur
     monkeypatch.setenv("COMP_WORDS", "hspec run --dra")
     monkeypatch.setenv("COMP_CWORD", "2")
     with pytest.raises(SystemExit) as done:
-        main.main([])
+        main([])
     assert not done.value.code
     assert capfd.readouterr().out.split() == ["--draft-model"]
 
@@ -259,9 +273,9 @@ def test_debug_shows_where(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captu
         raise RuntimeError("boom [bold]")
 
     monkeypatch.setattr(Models, "execute", fail)
-    assert main.main(["models"]) == 1
+    assert main(["models"]) == 1
     assert "Traceback" not in capsys.readouterr().err
-    assert main.main(["models", "--debug"]) == 1
+    assert main(["models", "--debug"]) == 1
     err = capsys.readouterr().err
     assert "Traceback" in err
     assert "error: internal: RuntimeError: boom [bold]" in err

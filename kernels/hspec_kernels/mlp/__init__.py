@@ -1,0 +1,23 @@
+"""The gate of a SwiGLU layer (Shazeer, arXiv 2002.05202)."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from hspec_kernels._triton import on_triton
+from hspec_kernels.mlp.reference import silu_mul_reference
+
+__all__ = ["silu_mul", "silu_mul_reference"]
+
+
+def silu_mul(stacked: Tensor) -> Tensor:
+    """silu(gate) * up [..., F] of stacked gate and up [..., 2F]."""
+    if not on_triton(stacked):
+        return silu_mul_reference(stacked)
+    from hspec_kernels.mlp.kernel import BLOCK, silu_mul_kernel
+
+    size = stacked.shape[-1] // 2
+    out = torch.empty(*stacked.shape[:-1], size, dtype=stacked.dtype, device=stacked.device)
+    silu_mul_kernel[(out.numel() // size, -(-size // BLOCK))](stacked.contiguous(), out, size, B=BLOCK)
+    return out

@@ -1,0 +1,16 @@
+"""Triton: silu(gate) * up."""
+
+import triton
+import triton.language as tl
+
+BLOCK = 1024
+
+
+@triton.jit
+def silu_mul_kernel(p_x, p_out, F, B: tl.constexpr):
+    i_row = tl.program_id(0).to(tl.int64)
+    o_f = tl.program_id(1) * B + tl.arange(0, B)
+    inside = o_f < F
+    gate = tl.load(p_x + i_row * 2 * F + o_f, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(p_x + i_row * 2 * F + F + o_f, mask=inside, other=0.0).to(tl.float32)
+    tl.store(p_out + i_row * F + o_f, gate / (1.0 + tl.exp(-gate)) * up, mask=inside)
