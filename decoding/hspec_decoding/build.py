@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from hspec_decoding.cache import KVStore
-from hspec_decoding.config import ModelConfig
 from hspec_decoding.device import Shape
+from hspec_decoding.graphs import Graphs
 from hspec_decoding.levels import Level, ModelLevel, NGram, Target, Verified
 from hspec_decoding.model import Decoder
 from hspec_decoding.sparse import CHUNK, SELECT, SINKS, SparseView, Streaming
 from hspec_decoding.stack import LONGEST, PLAIN, Spec, Stack
-from hspec_decoding.views import FullView, WindowView
+from hspec_decoding.views import FullView, View, WindowView
 from hspec_profiles.errors import UsageError
 
 WINDOW = 256  # tokens of a streaming view
@@ -40,50 +40,72 @@ def _with_budget(spec: Spec, default: int) -> Spec:
     return Spec(spec.name, spec.view, budget, spec.width)
 
 
-def draft_store(spec: Spec, config: ModelConfig, sequences: int, like: KVStore) -> KVStore:
-    """Memory of a draft's window: its budget, as much again before it starts anew, and a block to check."""
-    window = min(spec.budget or WINDOW, config.context // 2)
-    return KVStore(config, sequences, 2 * window + LONGEST + 1, dtype=like.keys[0].dtype, device=like.device)
+class Parts:
+    """What outlives a request: weights, memory, captured graphs. Their contents mean nothing between requests."""
+
+    def __init__(self, target: Decoder, draft: Decoder | None) -> None:
+        self.target, self.draft = target, draft
+        self.stores: dict[str, KVStore] = {}
+        self.graphs = {id(d): Graphs(d) for d in (target, draft) if d and d.device.type == "cuda"}
+
+    def store(self, name: str, decoder: Decoder, sequences: int, capacity: int) -> KVStore:
+        """Memory for keys and values of `capacity` tokens; what was made before is used while it is large enough."""
+        known = self.stores.get(name)
+        if known is None or known.sequences < sequences or known.capacity < capacity:
+            known = KVStore(decoder.config, sequences, capacity, dtype=decoder.dtype, device=decoder.device)
+            self.stores[name] = known
+        return known
+
+    def level(self, name: str, decoder: Decoder, view: View) -> ModelLevel:
+        """A level that runs `decoder` over `view`."""
+        return ModelLevel(name, decoder, view, self.graphs.get(id(decoder)))
 
 
 def build_levels(
-    stack: Stack,
-    target: Decoder,
-    draft: Decoder | None,
-    store: KVStore,
-    *,
-    sequences: int,
-    select: str,
-    shape: Shape | None,
+    stack: Stack, parts: Parts, *, context: int, sequences: int, select: str, shape: Shape | None
 ) -> tuple[Target, list[Level]]:
     """The target and the levels that propose to it, each checked by the next, with fresh state.
 
-    `store` is the target's memory; `shape` None drops the fixed shape.
+    `context`: tokens of a sequence; `shape` None drops the fixed shape.
     """
-    full = FullView(target.config, store, sequences, shape.bucket if shape else 1)
+    target = parts.target
+    bucket, spare = (shape.bucket, shape.rows) if shape else (1, 2 * LONGEST)
+    store = parts.store("target", target, sequences, -(-context // bucket) * bucket + spare)
+    full = FullView(target.config, store, sequences, bucket)
     proposers: list[Level] = []
-    for spec in stack[: -len(PLAIN)]:
+    for place, spec in enumerate(stack[: -len(PLAIN)]):
         if spec.name == "ngram":
-            proposers.append(NGram(len(target.head), sequences))
+            proposers.append(NGram(target.vocabulary, sequences))
             continue
-        model = _model_level(spec, target, draft, full, sequences=sequences, select=select)
+        make = _sparse_level if spec.name == "target" else _draft_level
+        model = make(spec, parts, f"level {place}", full, select)
         proposers.append(Verified(proposers[-1], model) if proposers else model)
-    return Target(target, full, shape.rows if shape else None), proposers
+    return Target(target, full, shape.rows if shape else None, parts.graphs.get(id(target))), proposers
 
 
-def _model_level(
-    spec: Spec, target: Decoder, draft: Decoder | None, full: FullView, *, sequences: int, select: str
-) -> ModelLevel:
-    if spec.name == "target":
-        rule = Streaming() if spec.view == "streaming" else SELECT[select]()
-        view = SparseView(target.config, full, sequences, spec.budget or WINDOW, LONGEST + 1, rule)
-        return ModelLevel(str(spec), target, view)
-    if draft is None:
-        raise UsageError("this stack has a `draft` level and no draft model was given", "name one with `--draft-model`")
-    store = draft_store(spec, draft.config, sequences, full.store)
-    recent = (store.capacity - LONGEST - 1) // 2 - SINKS
-    window = WindowView(draft.config, store, sequences, sinks=SINKS, recent=recent, slack=LONGEST + 1)
-    return ModelLevel(str(spec), draft, window)
+def _sparse_level(spec: Spec, parts: Parts, store: str, full: FullView, select: str) -> ModelLevel:
+    """The target over part of its own cache."""
+    sequences = len(full.held)
+    budget, target = spec.budget or WINDOW, parts.target
+    rule = Streaming() if spec.view == "streaming" else SELECT[select]()
+    copy = parts.store(store, target, sequences, budget + CHUNK + 3 * LONGEST)
+    return parts.level(str(spec), target, SparseView(target.config, full, copy, sequences, budget, rule))
+
+
+def _draft_level(spec: Spec, parts: Parts, store: str, full: FullView, select: str) -> ModelLevel:  # noqa: ARG001
+    """The draft model over its own window."""
+    if parts.draft is None:
+        raise UsageError("this stack has a `draft` level and no draft model was given", "name one: `--draft-model`")
+    return parts.level(str(spec), parts.draft, draft_window(spec, parts, store, len(full.held)))
+
+
+def draft_window(spec: Spec, parts: Parts, store: str, sequences: int) -> WindowView:
+    """A window of the level's budget, or of half the draft's context, started anew when it holds twice as much."""
+    draft = parts.draft
+    assert draft is not None
+    window = min(spec.budget or WINDOW, draft.config.context // 2)
+    memory = parts.store(store, draft, sequences, 2 * window + 2 * LONGEST)
+    return WindowView(draft.config, memory, sequences, sinks=SINKS, recent=window - SINKS, capacity=2 * window)
 
 
 def fixed_widths(stack: Sequence[Spec], gamma: int | None) -> list[int | None]:

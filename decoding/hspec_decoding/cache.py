@@ -20,7 +20,7 @@ class KVStore:
         shape = (sequences, config.kv_heads, capacity, config.head_dim)
         self.keys = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(config.layers)]
         self.values = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(config.layers)]
-        self.capacity = capacity
+        self.sequences, self.capacity = sequences, capacity
         self.device = device
 
     @property

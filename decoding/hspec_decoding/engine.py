@@ -10,8 +10,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from hspec_decoding.build import build_levels, fixed_widths
-from hspec_decoding.cache import KVStore
+from hspec_decoding.build import Parts, build_levels, fixed_widths
 from hspec_decoding.checkpoint import Checkpoint
 from hspec_decoding.device import CPU_SHAPE, GPU_SHAPE, pick_device, pick_dtype
 from hspec_decoding.events import Emitted, Event, Finished, LevelReport, Prefilled, Reason, Report, Round
@@ -62,12 +61,12 @@ class Engine:
     def __init__(self, target: Decoder, draft: Decoder | None, stack: Stack, settings: Settings, context: int) -> None:
         """`context`: tokens of a sequence, prompt and generated together, that there is room for."""
         self.target, self.draft, self.settings, self.context = target, draft, settings, context
+        self.parts = Parts(target, draft)
         self.specs, self.stack = stack, written(stack)
         self.device, self.dtype = str(target.device), str(target.dtype).removeprefix("torch.")
         self.notes: list[str] = []
         shape = GPU_SHAPE if target.device.type == "cuda" else CPU_SHAPE
         self.shape = shape if settings.exact else None
-        self._store: KVStore | None = None
 
     @classmethod
     def load(
@@ -91,8 +90,7 @@ class Engine:
         if not any(spec.name == "draft" for spec in stack):
             draft = None
         check_memory([c.config for c in (target, draft) if c], context, dtype, device)
-        sizes = [c.config.vocab_size for c in (target, draft) if c]
-        vocabulary = min(*sizes, vocabulary or sizes[0])
+        vocabulary = min(target.config.vocab_size, vocabulary or target.config.vocab_size)
         load = partial(load_decoder, dtype=dtype, device=device, context=context, vocabulary=vocabulary)
         small, large = load(draft) if draft else None, load(target, progress=progress)
         engine = cls(large, small, stack, settings, context)
@@ -146,9 +144,8 @@ class Engine:
             raise UsageError("the sequences of one batch must share their sampling options")
         self.last, self.proposers = build_levels(
             self.specs,
-            self.target,
-            self.draft,
-            self._storage(len(requests)),
+            self.parts,
+            context=self.context,
             sequences=len(requests),
             select=self.settings.select,
             shape=self.shape,
@@ -160,7 +157,7 @@ class Engine:
             sequential=[level.sequential for level in self.proposers],
             fixed=fixed_widths(self.specs, self.settings.gamma),
             block=self.shape.rows - 1 if self.shape else LONGEST,
-            adapt=self.settings.adapt and self.settings.rule == "coupled",  # rejection: the widths change the text
+            adapt=self.settings.adapt,
         )
         self.prefill_seconds = self.decode_seconds = 0.0
 
@@ -172,15 +169,6 @@ class Engine:
             raise UsageError(f"tokens to generate must be 1 or more: {request.max_tokens}")
         text = Text(slot, request.sequence, list(request.prompt))
         return _Run(request, text, min(request.max_tokens, room))
-
-    def _storage(self, sequences: int) -> KVStore:
-        """Memory for keys and values; reused while it is large enough."""
-        if self._store is None or self._store.keys[0].shape[0] < sequences:
-            bucket, spare = (self.shape.bucket, self.shape.rows) if self.shape else (1, LONGEST + 1)
-            capacity = -(-self.context // bucket) * bucket + spare
-            target = self.target
-            self._store = KVStore(target.config, sequences, capacity, dtype=target.dtype, device=target.device)
-        return self._store
 
     def _prefill(self, run: _Run) -> Iterator[Event]:
         total = len(run.request.prompt)

@@ -14,11 +14,14 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from hspec_decoding.model import Decoder, Memory
+from hspec_decoding.graphs import Graphs
+from hspec_decoding.model import Decoder
 from hspec_decoding.sampling import Draws, Sampling, accept, agree, choose, probabilities
 from hspec_decoding.sequence import Text, speculating
 from hspec_decoding.stack import LONGEST
-from hspec_decoding.views import FullView, View
+from hspec_decoding.views import FullView, Pass, View
+from hspec_kernels.attention import PACKED
+from hspec_kernels.shapes import power_of_two
 
 
 @dataclass
@@ -162,8 +165,9 @@ class ModelLevel:
 
     sequential = True
 
-    def __init__(self, name: str, decoder: Decoder, view: View) -> None:
-        self.name, self.decoder, self.view, self.tally = name, decoder, view, Tally()
+    def __init__(self, name: str, decoder: Decoder, view: View, graphs: Graphs | None = None) -> None:
+        """With `graphs`, passes are captured and replayed."""
+        self.name, self.decoder, self.view, self.graphs, self.tally = name, decoder, view, graphs, Tally()
 
     def propose(self, texts: Sequence[Text], limits: Sequence[int], widths: Sequence[int], by: Chooser) -> list[Draft]:
         def step(some: Sequence[Text], room: Sequence[int]) -> list[Draft]:  # noqa: ARG001
@@ -175,26 +179,31 @@ class ModelLevel:
         """For each text the logits [n + 1, V] after it and after each of its n drafted tokens, in one pass."""
         started = time.perf_counter()
         feed = [self.view.missing(text) + draft.tokens for text, draft in zip(texts, drafts, strict=True)]
-        logits = self._score(self.run(texts, feed), feed, drafts)
+        memory = self._begin(texts, feed)
+        spans = _spans(feed, drafts)
+        padded = [tokens + [0] * (memory.layout.rows - len(tokens)) for tokens in feed]
+        if self.graphs and memory.layout.rows <= PACKED:
+            logits = [rows[span] for rows, span in zip(self.graphs.logits(padded, memory), spans, strict=True)]
+        else:
+            logits = self._score(self._forward(padded, memory), spans)
+        for text, tokens in zip(texts, feed, strict=True):
+            self.view.fed(text, tokens)
         self.tally.passes += 1
         self.tally.seconds += time.perf_counter() - started
         return logits
 
-    def _score(self, hidden: Tensor, feed: Sequence[list[int]], drafts: Sequence[Draft]) -> list[Tensor]:
-        """Logits of each text's last token and of its draft; no other rows are multiplied with the head."""
-        wanted = [rows[span] for rows, span in zip(hidden, _spans(feed, drafts), strict=True)]
+    def _begin(self, texts: Sequence[Text], feed: Sequence[list[int]]) -> Pass:
+        """Memory for what is fed; graphs want few different numbers of rows."""
+        rows = max(map(len, feed))
+        return self.view.begin(texts, power_of_two(rows) if self.graphs and rows <= PACKED else rows)
+
+    def _forward(self, tokens: Sequence[list[int]], memory: Pass) -> Tensor:
+        return self.decoder.forward(torch.tensor(tokens, device=self.decoder.device), memory)
+
+    def _score(self, hidden: Tensor, spans: Sequence[slice]) -> list[Tensor]:
+        """Logits of the rows that are wanted; no others are multiplied with the head."""
+        wanted = [rows[span] for rows, span in zip(hidden, spans, strict=True)]
         return list(torch.split(self.decoder.logits(torch.cat(wanted)), [len(rows) for rows in wanted]))
-
-    def run(self, texts: Sequence[Text], feed: Sequence[list[int]]) -> Tensor:
-        """Hidden states [B, rows, hidden] of the tokens fed; shorter rows are padded on the right."""
-        return self._pass(texts, feed, self.view.begin(texts, rows := max(map(len, feed))), rows)
-
-    def _pass(self, texts: Sequence[Text], feed: Sequence[list[int]], memory: Memory, rows: int) -> Tensor:
-        padded = [tokens + [0] * (rows - len(tokens)) for tokens in feed]
-        hidden = self.decoder.forward(torch.tensor(padded, device=self.decoder.device), memory)
-        for text, tokens in zip(texts, feed, strict=True):
-            self.view.fed(text, tokens)
-        return hidden
 
 
 class Target(ModelLevel):
@@ -204,8 +213,8 @@ class Target(ModelLevel):
 
     view: FullView
 
-    def __init__(self, decoder: Decoder, view: FullView, rows: int | None) -> None:
-        super().__init__("target(full)", decoder, view)
+    def __init__(self, decoder: Decoder, view: FullView, rows: int | None, graphs: Graphs | None = None) -> None:
+        super().__init__("target(full)", decoder, view, graphs)
         self.rows = rows
 
     def room(self, text: Text) -> int:
@@ -214,22 +223,24 @@ class Target(ModelLevel):
             return LONGEST
         return min(self.rows - 1, self.view.room(text))
 
-    def run(self, texts: Sequence[Text], feed: Sequence[list[int]]) -> Tensor:
-        rows = self.rows or max(map(len, feed))
-        return self._pass(texts, feed, self.view.begin(texts, rows, [len(tokens) for tokens in feed]), rows)
-
-    def _score(self, hidden: Tensor, feed: Sequence[list[int]], drafts: Sequence[Draft]) -> list[Tensor]:
-        if self.rows is None:
-            return super()._score(hidden, feed, drafts)
-        return [rows[span] for rows, span in zip(self.decoder.logits(hidden), _spans(feed, drafts), strict=True)]
-
     def prefill(self, text: Text, chunk: int) -> Iterator[int]:
         """Cache all tokens of a text but the last, `chunk` at a time; the tokens cached so far after each."""
         feed = self.view.missing(text)[:-1]
         for start in range(0, len(feed), chunk):
             part = feed[start : start + chunk]
-            self._pass([text], [part], self.view.begin([text], len(part)), len(part))
+            self._forward([part], self.view.begin([text], len(part)))
+            self.view.fed(text, part)
             yield len(text) - 1 - len(feed) + start + len(part)
+
+    def _begin(self, texts: Sequence[Text], feed: Sequence[list[int]]) -> Pass:
+        if self.rows is None:
+            return super()._begin(texts, feed)
+        return self.view.begin(texts, self.rows, [len(tokens) for tokens in feed])
+
+    def _score(self, hidden: Tensor, spans: Sequence[slice]) -> list[Tensor]:
+        if self.rows is None:
+            return super()._score(hidden, spans)
+        return [rows[span] for rows, span in zip(self.decoder.logits(hidden), spans, strict=True)]
 
 
 def _spans(feed: Sequence[list[int]], drafts: Sequence[Draft]) -> list[slice]:

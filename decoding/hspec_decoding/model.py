@@ -28,7 +28,10 @@ Release = Callable[[Iterable[str]], None]  # told of tensors that were copied
 class Memory(Protocol):
     """Where one pass of R rows over B sequences puts its keys and values, and what it attends to."""
 
-    positions: Tensor  # [B, R] int64, the rows' positions for RoPE
+    @property
+    def positions(self) -> Tensor:
+        """The rows' positions for RoPE, [B, R] int64."""
+        ...
 
     def attend(self, layer: int, stacked: Tensor, cos: Tensor, sin: Tensor, norms: Norms) -> Tensor:
         """Queries, keys and values [B, R, (H + 2 HK) D] of one layer, angles [B, R, D] -> [B, R, H, D]."""
@@ -65,8 +68,8 @@ class Decoder:
     ) -> None:
         """Read every weight through `read`, a layer at a time.
 
-        `context`: the run's tokens, for RoPE. `vocabulary`: ids that may be produced, where the embedding has rows
-        beyond those of the tokenizer.
+        `context`: the run's tokens, for RoPE. `vocabulary`: ids that logits are wanted for; rows of the head beyond
+        them are left out, and where it has fewer, the ids that it lacks have no chance.
         """
         self.config, self.dtype, self.device = config, dtype, device
         load = _Loader(read, release, dtype, device)
@@ -78,6 +81,7 @@ class Decoder:
                 progress(i + 1, config.layers)
         self.norm = load("model.norm.weight")
         self.head = (self.embedding if config.tied else load("lm_head.weight"))[:vocabulary]
+        self.vocabulary = vocabulary or len(self.head)
         inverse, self.rope_factor = frequencies(config, context)
         self.inverse = inverse.to(device)
 
@@ -86,6 +90,8 @@ class Decoder:
         """Hidden states [B, R, hidden] after the final norm, for token ids [B, R]."""
         eps = self.config.norm_eps
         cos, sin = rotation(self.inverse, self.rope_factor, memory.positions, self.dtype)
+        if len(self.embedding) < self.vocabulary:
+            tokens = tokens.clamp(max=len(self.embedding) - 1)  # ids that this model lacks
         x = F.embedding(tokens, self.embedding)
         for i, layer in enumerate(self.layers):
             stacked = linear(rms_norm(x, layer.input_norm, eps), *layer.qkv)
@@ -98,7 +104,9 @@ class Decoder:
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:
         """Float32 logits [..., vocabulary] of hidden states [..., hidden]."""
-        return linear(hidden, self.head).float()
+        logits = linear(hidden, self.head).float()
+        lacking = self.vocabulary - len(self.head)
+        return F.pad(logits, (0, lacking), value=float("-inf")) if lacking else logits
 
     def non_finite(self) -> str | None:
         """The first group of weights that holds NaN or infinity, in words, or None."""

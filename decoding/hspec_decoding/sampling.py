@@ -89,7 +89,12 @@ def _nucleus_floor(scaled: Tensor, top_p: float) -> Tensor:
 
 
 def probabilities(logits: Tensor, sampling: Sampling) -> Tensor:
-    """The law [N, V] that `choose` draws from, float32 rows that sum to 1; a point mass at temperature 0."""
+    """The law [N, V] that `choose` draws from, float32 rows that sum to 1; a point mass at temperature 0.
+
+    A row that is not finite, which a broken draft may give, is no law: the uniform one takes its place.
+    """
+    broken = logits.isnan().any(-1, keepdim=True) | (logits == float("inf")).any(-1, keepdim=True)
+    logits = logits.masked_fill(broken, 0.0)
     if sampling.greedy:
         return torch.zeros_like(logits).scatter_(-1, logits.argmax(-1, keepdim=True), 1.0)
     return filtered(logits, sampling).softmax(-1)

@@ -69,8 +69,9 @@ class Paper:
 
     scored = once = True
 
-    def recent(self, budget: int, prompt: int, length: int) -> int:
-        return min(budget - SINKS, length - prompt // CHUNK * CHUNK)
+    def recent(self, budget: int, prompt: int, length: int) -> int:  # noqa: ARG002
+        """All that came after the last whole chunk when the prompt was scored; its last token is not cached then."""
+        return length - (prompt - 1) // CHUNK * CHUNK
 
     def scores(self, queries: Tensor, means: Tensor) -> Tensor:
         """Dot product of the last row with the chunks' means, summed over the query heads of each KV head."""
@@ -110,13 +111,11 @@ class SparseView:
     """
 
     def __init__(
-        self, config: ModelConfig, source: FullView, sequences: int, budget: int, tail: int, rule: Rule
+        self, config: ModelConfig, source: FullView, copy: KVStore, sequences: int, budget: int, rule: Rule
     ) -> None:
-        """`budget`: tokens taken of the cache; `tail`: tokens this level may add behind them."""
+        """`budget`: tokens taken of the source's; `copy`: room for them, a chunk more, and the tokens added here."""
         store = source.store
-        self.config, self.source, self.budget, self.rule = config, source, budget, rule
-        room = budget + CHUNK + tail
-        self.copy = KVStore(config, sequences, room, dtype=store.keys[0].dtype, device=store.device)
+        self.config, self.source, self.copy, self.budget, self.rule = config, source, copy, budget, rule
         self.held = [Held() for _ in range(sequences)]  # tokens added behind the copy
         self.base = [-1] * sequences  # cached tokens at the time of the copy
         self.filled: list[dict[int | None, int]] = [{} for _ in range(sequences)]  # slots of the copy, by window
@@ -156,10 +155,10 @@ class SparseView:
     def _select(self, layer: int, text: Text, length: int, window: int | None) -> tuple[Tensor | None, int]:
         """Chunk indices [HK, c] (None: no chunks), and how many of the last tokens to take."""
         if window is not None and window <= self.budget:
-            return None, min(window, length)
+            return None, min(window - 1, length)  # and the row itself
         if length <= self.budget:
             return None, length
-        recent = min(self.rule.recent(self.budget, text.prompt, length), length - SINKS)
+        recent = min(self.rule.recent(self.budget, text.prompt, length), self.budget - SINKS)
         recent += (length - recent) % CHUNK
         heads, device = self.config.kv_heads, self.copy.device
         sinks = torch.arange(SINKS // CHUNK, device=device).expand(heads, -1)

@@ -58,6 +58,7 @@ class Tuner:
     cost: dict[int, Average] = field(default_factory=dict)  # level -> seconds of a pass
     target: dict[int, Average] = field(default_factory=dict)  # rows drafted -> seconds of the target's pass
     next_probe: int = 0
+    probes: int = 0
 
     def __post_init__(self) -> None:
         for level in range(len(self.sequential)):
@@ -77,11 +78,16 @@ class Tuner:
         best = max(self._choices(), key=self.rate)
         if self.rate(best) > self.rate(()):
             return best
-        if self.rounds >= self.next_probe:
-            loss = self.seconds(best) / self.seconds(())
-            self.next_probe = self.rounds + max(16, round(loss / PROBE_COST))
-            return best
-        return ()
+        return self._probe() if self.rounds >= self.next_probe else ()
+
+    def _probe(self) -> tuple[int, ...]:
+        """The best widths of one depth, of another at every call: a level not tried again would never be known."""
+        self.probes += 1
+        depth = 1 + self.probes % len(self.sequential)
+        best = max((widths for widths in self._choices() if len(widths) == depth), key=self.rate)
+        loss = self.seconds(best) / self.seconds(())
+        self.next_probe = self.rounds + max(16, round(loss / PROBE_COST))
+        return best
 
     def learn(self, widths: Sequence[int], used: Sequence[Used], drafted: int, target_seconds: float) -> None:
         """Enter a round: what each used level did, the tokens given to the target, its seconds."""
@@ -89,7 +95,8 @@ class Tuner:
         self.plain_rounds += not widths
         self.target.setdefault(drafted, Average()).add(target_seconds, 1)
         for level, (width, did) in enumerate(zip(widths, used, strict=False)):
-            self.cost.setdefault(level, Average()).add(did.seconds, did.passes)
+            if did.passes:
+                self.cost.setdefault(level, Average()).add(did.seconds, did.passes)
             self.acceptance[level].add(did.kept, did.proposed)
             if not self.sequential[level]:
                 self.yields[level].add(did.proposed / width, did.passes)

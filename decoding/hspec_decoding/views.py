@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Protocol
 
 import torch
@@ -15,7 +16,7 @@ from torch import Tensor
 
 from hspec_decoding.cache import KVStore
 from hspec_decoding.config import ModelConfig
-from hspec_decoding.model import Memory, Norms
+from hspec_decoding.model import Norms
 from hspec_decoding.sequence import Held, Text
 from hspec_kernels.attention import Reach, attend
 from hspec_kernels.rope import rope_append
@@ -30,7 +31,7 @@ class View(Protocol):
         """Tokens to feed so that all of `text` is held; never empty, the last one is always fed."""
         ...
 
-    def begin(self, texts: Sequence[Text], rows: int) -> Memory:
+    def begin(self, texts: Sequence[Text], rows: int) -> Pass:
         """Memory of a pass of `rows` tokens behind those held of each text."""
         ...
 
@@ -52,34 +53,45 @@ class Layout:
     first: dict[int | None, list[int]]
     extent: dict[int | None, list[int]]
 
+    @property
+    def numbers(self) -> list[list[int]]:
+        """What changes from pass to pass, [2 + windows, B]."""
+        return [self.slots, self.positions, *self.first.values()]
+
 
 class Pass:
-    """Memory of one pass: rows are written into a store and attend over a prefix of its slots."""
+    """Memory of one pass: rows are written into a store and attend over a prefix of its slots.
+
+    What changes from pass to pass is in one tensor, `numbers`, so that a captured pass can be told where it stands.
+    """
 
     def __init__(self, config: ModelConfig, store: KVStore, layout: Layout, *, windowed: bool) -> None:
         """`windowed`: slots are positions, so that sliding windows still have to be applied."""
-        device = store.device
-        self.config, self.store = config, store
-        self.slots = torch.tensor(layout.slots, device=device)
-        self.positions = torch.tensor(layout.positions, device=device)[:, None] + torch.arange(
-            layout.rows, device=device
-        )
-        self.reach = {
-            window: Reach(
-                self.slots,
-                torch.tensor(first, device=device),
-                layout.rows,
-                tuple(layout.extent[window]),
-                window if windowed else None,
-            )
-            for window, first in layout.first.items()
-        }
+        self.config, self.store, self.layout, self.windowed = config, store, layout, windowed
         self.queries: list[Tensor] | None = None
+
+    @cached_property
+    def numbers(self) -> Tensor:
+        """int64 [2 + windows, B] on the store's device: slots, positions, first slots by window."""
+        return torch.tensor(self.layout.numbers, device=self.store.device)
+
+    @cached_property
+    def positions(self) -> Tensor:
+        return self.numbers[1][:, None] + torch.arange(self.layout.rows, device=self.store.device)
+
+    @cached_property
+    def reach(self) -> dict[int | None, Reach]:
+        """What the rows see, by the sliding window of a layer."""
+        layout, slots = self.layout, self.numbers[0]
+        return {
+            window: Reach(slots, first, layout.rows, tuple(layout.extent[window]), window if self.windowed else None)
+            for window, first in zip(layout.first, self.numbers[2:], strict=True)
+        }
 
     def attend(self, layer: int, stacked: Tensor, cos: Tensor, sin: Tensor, norms: Norms) -> Tensor:
         reach = self.reach[self.config.windows[layer]]
         keys, values = self.store.keys[layer], self.store.values[layer]
-        query = rope_append(stacked, cos, sin, keys, values, self.slots, reach.first, norms)
+        query = rope_append(stacked, cos, sin, keys, values, reach.slots, reach.first, norms)
         if self.queries is not None:
             self.queries.append(query[:, -QUERIES:].clone())
         return attend(query, keys, values, reach)
@@ -104,8 +116,8 @@ class FullView:
         self.held[text.slot].extend(tokens)
 
     def room(self, text: Text) -> int:
-        """Tokens that may be fed behind the text's last one without leaving its bucket."""
-        return self.bucket - 1 - (len(text) - 1) % self.bucket
+        """Tokens that may be fed behind the text's last one without leaving its bucket; no limit without buckets."""
+        return self.bucket - 1 - (len(text) - 1) % self.bucket if self.bucket > 1 else self.store.capacity
 
     def begin(self, texts: Sequence[Text], rows: int, live: Sequence[int] | None = None) -> Pass:
         """`live`: rows of each text that count; the rest is padding, and may stand beyond the text's bucket."""
@@ -135,11 +147,11 @@ class WindowView:
     """
 
     def __init__(
-        self, config: ModelConfig, store: KVStore, sequences: int, *, sinks: int, recent: int, slack: int
+        self, config: ModelConfig, store: KVStore, sequences: int, *, sinks: int, recent: int, capacity: int
     ) -> None:
-        """The store's capacity less `slack`, kept for tokens checked here, is where the window is full."""
+        """The window is full at `capacity` tokens; the store needs room for a block more."""
         self.full = FullView(config, store, sequences)
-        self.sinks, self.recent, self.capacity = sinks, recent, store.capacity - slack
+        self.sinks, self.recent, self.capacity = sinks, recent, capacity
         self.skipped = [0] * sequences  # tokens left out between the sinks and the window
 
     def missing(self, text: Text) -> list[int]:

@@ -171,6 +171,16 @@ def test_drafts_are_what_their_names_say() -> None:
     assert kept["stuck"] < 0.05
 
 
+@pytest.mark.parametrize("levels", ["target(streaming:64)", "draft(streaming:64)"])
+def test_two_levels_of_one_kind(levels: str) -> None:
+    """Each with its own memory: what the lower one proposes is what the upper one says."""
+    case = replace(BASE, temperature=0.0)
+    run = engine(case, f"{levels} > {levels} > target(full)")
+    assert answer(run, request(case, 100)) == said_alone(case, 100)
+    lowest = run.report().levels[0]
+    assert lowest.kept >= 0.95 * lowest.proposed > 0
+
+
 # to the bit
 
 

@@ -44,9 +44,6 @@ def test_speculation_is_taken_back() -> None:
             texts[0].tokens += [6]
         texts[1].tokens += [7]
         assert [text.tokens for text in texts] == [[1, 4, 5], [2, 3, 7]]
-    with pytest.raises(ValueError, match="failed"), speculating(texts):
-        texts[0].tokens += [8]
-        raise ValueError("failed")
     assert [text.tokens for text in texts] == [[1], [2, 3]]
 
 
@@ -63,6 +60,9 @@ def looked_up(tokens: Sequence[int], committed: int, limit: int) -> list[int]:
                     whole.append(whole[at])
                 return whole[len(tokens) :]
     return []
+
+
+some = st.lists(st.integers(0, 2), max_size=5)
 
 
 @given(
@@ -160,7 +160,7 @@ def test_what_was_kept_is_counted() -> None:
 
 def test_texts_are_restored_when_a_level_fails() -> None:
     class Failing(Fixed):
-        def logits(self, texts: Sequence[Text], drafts: Sequence[Draft]) -> list[Tensor]:
+        def logits(self, texts: Sequence[Text], drafts: Sequence[Draft]) -> list[Tensor]:  # noqa: ARG002
             raise RuntimeError("out of memory")
 
     text = Text(0, 0, [1])

@@ -13,6 +13,7 @@ from tiny_engine import CPU, random_decoder, scores
 from torch import Tensor
 
 from hspec_decoding.cache import KVStore
+from hspec_decoding.config import ModelConfig
 from hspec_decoding.levels import Draft, ModelLevel, Target
 from hspec_decoding.model import Decoder
 from hspec_decoding.sequence import Text
@@ -20,8 +21,15 @@ from hspec_decoding.sparse import CHUNK, SELECT, SINKS, ChunkMeans, Paper, Rule,
 from hspec_decoding.stack import LONGEST
 from hspec_decoding.views import FullView
 
-TAIL = LONGEST + 1
+TAIL = 3 * LONGEST  # what a stack leaves room for
 RULES: dict[str, type[Rule]] = {"streaming": Streaming, **SELECT}
+
+
+def sparse_view(config: ModelConfig, source: FullView, sequences: int, budget: int, rule: Rule) -> SparseView:
+    """A view with memory of its own."""
+    like = source.store.keys[0]
+    copy = KVStore(config, sequences, budget + CHUNK + TAIL, dtype=like.dtype, device=like.device)
+    return SparseView(config, source, copy, sequences, budget, rule)
 
 
 @dataclass
@@ -37,7 +45,7 @@ class Cache:
         """After the prefill of a prompt of `length` tokens."""
         store = KVStore(model.config, 1, 2048, dtype=model.dtype, device=CPU)
         full = FullView(model.config, store, 1, 256)
-        view = SparseView(model.config, full, 1, budget, TAIL, rule)
+        view = sparse_view(model.config, full, 1, budget, rule)
         cache = cls(Text(0, 0, list(tiny_engine.prompt(length))), Target(model, full, 8), view)
         for _ in cache.target.prefill(cache.text, 512):
             pass
@@ -79,7 +87,7 @@ def test_positions(length: int, prompt: int, budget: int, rule: str) -> None:
     store = KVStore(config, 1, 416, dtype=torch.float32, device=CPU)
     store.keys[0][0] = torch.arange(416.0)[:, None]  # every key says where it stands
     source = FullView(config, store, 1)
-    view = SparseView(config, source, 1, budget, TAIL, RULES[rule]())
+    view = sparse_view(config, source, 1, budget, RULES[rule]())
     source.recorded[0] = (length - 1, 0, [torch.randn(1, 1, 4, 16)])
     text = Text(0, 0, [0] * (length + 1))
     text.prompt = min(prompt, length + 1)
@@ -93,7 +101,7 @@ def test_positions(length: int, prompt: int, budget: int, rule: str) -> None:
             assert taken == list(range(length))
             continue
         assert taken[:SINKS] == list(range(SINKS))
-        assert taken[-1] == length - 1
+        assert rule == "paper" or taken[-1] == length - 1
         assert budget - 2 * CHUNK < len(taken) <= budget + CHUNK, "there is no room for more"
 
 
@@ -138,7 +146,7 @@ def test_paper_takes_by_the_last_query_of_the_prompt_and_keeps_its_ranking(lengt
     ranked = {}
     for layer, head in ((0, 0), (1, 1), (2, 0)):
         query = cache.target.view.verified_queries(layer, 0, length - 1)[-1][2 * head : 2 * head + 2].sum(0)
-        whole = (length - 1) // CHUNK if length % CHUNK == 0 else length // CHUNK
+        whole = (length - 1) // CHUNK  # the last token is not cached when the prompt is scored
         dots = cache.keys(layer, head)[: whole * CHUNK].view(-1, CHUNK, 16).mean(1) @ query
         dots[: SINKS // CHUNK] = float("-inf")
         ranked[layer, head] = dots.topk((80 - SINKS) // CHUNK).indices.tolist()
@@ -149,9 +157,9 @@ def test_paper_takes_by_the_last_query_of_the_prompt_and_keeps_its_ranking(lengt
         cached = length + generated - 1
         for (layer, head), best in ranked.items():
             taken = cache.taken(layer, head)
-            recent = [position for position in taken if position >= length // CHUNK * CHUNK]
+            recent = [position for position in taken if position >= (length - 1) // CHUNK * CHUNK]
             if generated <= 80 - SINKS - CHUNK:
-                assert recent == list(range(length // CHUNK * CHUNK, cached))
+                assert recent == list(range((length - 1) // CHUNK * CHUNK, cached))
             chunks = [position // CHUNK for position in taken[SINKS : len(taken) - len(recent) : CHUNK]]
             assert taken[:SINKS] == list(range(SINKS))
             if generated <= 30:
@@ -271,7 +279,7 @@ def test_texts_of_a_batch_stand_at_different_places_of_their_tails() -> None:
     model = random_decoder()
     store = KVStore(model.config, 2, 512, dtype=torch.float32, device=CPU)
     full = FullView(model.config, store, 2)
-    level = ModelLevel("sparse", model, SparseView(model.config, full, 2, 64, TAIL, VerifyFed()))
+    level = ModelLevel("sparse", model, sparse_view(model.config, full, 2, 64, VerifyFed()))
     target, texts = Target(model, full, None), [Text(slot, slot, list(tiny_engine.prompt(201))) for slot in (0, 1)]
     for text in texts:
         for _ in target.prefill(text, 512):

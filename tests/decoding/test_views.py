@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from tiny_engine import CPU, random_decoder, scores
 from torch import Tensor
 
-from hspec_decoding.build import draft_store
+from hspec_decoding.build import Parts, draft_window
 from hspec_decoding.cache import KVStore
 from hspec_decoding.levels import Draft, ModelLevel, Target
 from hspec_decoding.sequence import Held, Text
@@ -135,10 +135,7 @@ def test_ragged_batches(family: str) -> None:
 def window(context: int = 64, budget: int = 256) -> tuple[ModelLevel, WindowView]:
     """A draft's window as a stack builds it."""
     model = random_decoder("llama", max_position_embeddings=context)
-    like = KVStore(model.config, 1, 1, dtype=torch.float32, device=CPU)
-    store = draft_store(Spec("draft", "streaming", budget), model.config, 1, like)
-    recent = (store.capacity - LONGEST - 1) // 2 - SINKS
-    view = WindowView(model.config, store, 1, sinks=SINKS, recent=recent, slack=LONGEST + 1)
+    view = draft_window(Spec("draft", "streaming", budget), Parts(model, model), "draft", 1)
     return ModelLevel("draft", model, view), view
 
 
@@ -200,3 +197,12 @@ def test_a_window_checks_a_block() -> None:
     assert close(found, scores(level.decoder, text.tokens + block, [])[63:])
     assert level.logits([text], [Draft([])])[0].shape == (1, 320)
     assert len(view.full.held[0]) == 64
+
+
+def test_windows_of_two_levels_are_apart() -> None:
+    """A smaller window above a larger one is full when it is full, and neither writes over the other."""
+    model = random_decoder("llama", max_position_embeddings=512)
+    parts = Parts(model, model)
+    large, small = (draft_window(Spec("draft", "streaming", size), parts, f"level {size}", 1) for size in (256, 64))
+    assert (large.capacity, small.capacity) == (512, 128)
+    assert large.full.store is not small.full.store

@@ -9,8 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from hspec_kernels._triton import on_triton, power_of_two
 from hspec_kernels.attention.reference import PACKED, Reach, attend_reference
+from hspec_kernels.shapes import on_triton, power_of_two
 
 __all__ = ["PACKED", "Reach", "attend", "attend_reference", "attend_split"]
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from hspec_kernels._triton import on_triton, power_of_two
 from hspec_kernels.linear.reference import linear_reference
+from hspec_kernels.shapes import on_triton, power_of_two
 
 __all__ = ["ROWS", "linear", "linear_reference"]
 
@@ -31,7 +31,8 @@ def linear(
     count, inner = rows.shape
     outputs = len(weight)
     out = torch.empty(*x.shape[:-1], outputs, dtype=x.dtype, device=x.device)
-    block_n, block_k, warps, stages = blocks(outputs, inner)
+    tile = max(tile, power_of_two(count))
+    block_n, block_k, warps, stages = blocks(outputs, inner, tile)
     linear_kernel[(-(-outputs // block_n),)](
         rows,
         weight,
@@ -43,7 +44,7 @@ def linear(
         inner,
         rows.stride(0),
         weight.stride(0),
-        BM=max(tile, power_of_two(count)),
+        BM=tile,
         BN=block_n,
         BK=block_k,
         EVEN=inner % block_k == 0,

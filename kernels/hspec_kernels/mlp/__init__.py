@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from hspec_kernels._triton import on_triton
 from hspec_kernels.mlp.reference import silu_mul_reference
+from hspec_kernels.shapes import on_triton
 
 __all__ = ["silu_mul", "silu_mul_reference"]
 

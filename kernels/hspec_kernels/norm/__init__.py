@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from hspec_kernels._triton import on_triton, power_of_two
 from hspec_kernels.norm.reference import rms_norm_reference
+from hspec_kernels.shapes import on_triton, power_of_two
 
 __all__ = ["rms_norm", "rms_norm_reference"]
 
