@@ -1,17 +1,13 @@
-"""Whether Triton kernels run here: on a GPU compiled, on a CPU in Triton's interpreter when that is asked for."""
+"""Small facts that every operation needs: which implementation, which block sizes."""
 
 from __future__ import annotations
 
-import os
-
 from torch import Tensor
-
-INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") == "1"
 
 
 def on_triton(tensor: Tensor) -> bool:
     """Whether an operation on `tensor` is for its Triton kernel rather than for its torch reference."""
-    return tensor.is_cuda or INTERPRETED
+    return tensor.is_cuda
 
 
 def power_of_two(n: int) -> int:

@@ -15,6 +15,7 @@ from hspec_kernels.shapes import on_triton, power_of_two
 __all__ = ["PACKED", "Reach", "attend", "attend_reference", "attend_split"]
 
 SPLIT = 1024  # keys that one program of the kernel reads, at absolute positions
+SHORT, SHORT_SPLIT = 16_384, 256  # the same for caches of at most so many slots
 LARGEST_TILE = 64  # packed rows of one program
 
 
@@ -38,7 +39,8 @@ def attend_split(query: Tensor, keys: Tensor, values: Tensor, reach: Reach, tile
     batch, rows, heads, dim = query.shape
     kv_heads = keys.shape[1]
     group = heads // kv_heads
-    splits = -(-max(reach.extent) // SPLIT)
+    split = SPLIT if keys.shape[2] > SHORT else SHORT_SPLIT
+    splits = -(-max(reach.extent) // split)
     whole = power_of_two(dim)
     block = min(LARGEST_TILE, max(16, power_of_two(max(tile, rows) * group)))
     empty = torch.empty
@@ -46,7 +48,7 @@ def attend_split(query: Tensor, keys: Tensor, values: Tensor, reach: Reach, tile
     part_lse = empty(batch * kv_heads, splits, rows * group, dtype=torch.float32, device=query.device)
     out = empty(query.shape, dtype=query.dtype, device=query.device)
     lse = empty(batch, rows, heads, dtype=torch.float32, device=query.device)
-    shape = {"HK": kv_heads, "G": group, "D": dim, "BD": whole, "SPLIT": SPLIT}
+    shape = {"HK": kv_heads, "G": group, "D": dim, "BD": whole, "SPLIT": split}
     partial_kernel[(-(-rows * group // block), splits, batch * kv_heads)](
         query,
         keys,

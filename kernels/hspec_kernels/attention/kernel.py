@@ -92,7 +92,7 @@ def partial_kernel(
             m = m_new
         full = total > 0
         acc = acc / tl.where(full, total, 1.0)[:, None]
-        lse = tl.where(full, m + tl.log2(total), float("-inf"))
+        lse = tl.where(full, m + tl.log2(tl.where(full, total, 1.0)), float("-inf"))
         base = (i_bh.to(tl.int64) * splits + i_s) * (rows * G)
         tl.store(p_out + (base + o_m)[:, None] * D + o_d[None, :], acc, mask=live[:, None] & (o_d < D)[None, :])
         tl.store(p_lse + base + o_m, lse, mask=live)

@@ -57,11 +57,12 @@ def attend_reference(query: Tensor, keys: Tensor, values: Tensor, reach: Reach) 
     for b, (slot, extent) in enumerate(zip(reach.slots.tolist(), reach.extent, strict=True)):
         ours = keys[slot : slot + 1, :, :extent], values[slot : slot + 1, :, :extent]
         rows = query[b : b + 1]
-        if query.is_cuda and reach.window is None and extent == int(reach.first[b]) + reach.rows:
+        whole = reach.rows > PACKED
+        if whole and query.is_cuda and reach.window is None and extent == int(reach.first[b]) + reach.rows:
             bias = cast(Tensor, causal_lower_right(reach.rows, extent))
         else:
             bias = reach.bias(b, group, query.dtype)
-        parts.append(_whole(rows, *ours, bias) if reach.rows > PACKED else _packed(rows, *ours, bias))
+        parts.append((_whole if whole else _packed)(rows, *ours, bias))
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 

@@ -1,0 +1,33 @@
+"""Triton kernels run compiled where there is a GPU and in Triton's interpreter elsewhere."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+from torch import Tensor
+
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"  # read when the kernels are imported, which the operations do late
+
+OPERATIONS = ("attention", "linear", "mlp", "norm", "rope")
+
+
+@pytest.fixture
+def device() -> torch.device:
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+@pytest.fixture
+def on_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Operations take their kernels on any device, and what they do not write is NaN."""
+    for name in OPERATIONS:
+        monkeypatch.setattr(f"hspec_kernels.{name}.on_triton", lambda _: True)
+    empty, empty_like = torch.empty, torch.empty_like
+
+    def poisoned(tensor: Tensor) -> Tensor:
+        return tensor.fill_(float("nan")) if tensor.is_floating_point() else tensor
+
+    monkeypatch.setattr(torch, "empty", lambda *size, **how: poisoned(empty(*size, **how)))
+    monkeypatch.setattr(torch, "empty_like", lambda like, **how: poisoned(empty_like(like, **how)))
