@@ -23,12 +23,12 @@ from pathlib import Path
 import torch
 import transformers
 
-from hspec_decoding import hub
-from hspec_decoding.checkpoint import Checkpoint
+from hspec_decoding.checkpoints import hub
+from hspec_decoding.checkpoints.checkpoint import Checkpoint
 from hspec_decoding.device import pick_device, pick_dtype
 from hspec_decoding.engine import Engine, Request, Settings
 from hspec_decoding.events import Emitted
-from hspec_decoding.tokens import Tokenizer
+from hspec_decoding.text.tokens import Tokenizer
 from hspec_offload.sizes import kv_bytes
 
 Program = Callable[[list[int], int], tuple[list[int], float]]  # (prompt, new tokens) -> tokens, tokens a second

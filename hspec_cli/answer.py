@@ -98,7 +98,7 @@ def _load(run: Run, text: str, voice: Voice, shown: Progress) -> tuple[Job, Engi
 def _speak(run: Run, job: Job, engine: Engine, output: Output, shown: Progress) -> Spoken:
     """Generate, streaming to `output` unless JSON is wanted; Ctrl-C keeps what there is."""
     from hspec_decoding.engine import Request
-    from hspec_decoding.text import TextStream
+    from hspec_decoding.text.stream import TextStream
 
     spoken = Spoken(TextStream(job.tokenizer, run.stop or ()))
     request = Request(job.prompt, job.max_tokens, job.tokenizer.eos, job.sampling)

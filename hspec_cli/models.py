@@ -8,10 +8,10 @@ from typer import Option
 
 from hspec_cli.show import written
 from hspec_cli.words import Command
-from hspec_decoding.files import human
+from hspec_decoding.checkpoints.files import human
 
 if TYPE_CHECKING:
-    from hspec_decoding.hub import Alias, CachedModel
+    from hspec_decoding.checkpoints.hub import Alias, CachedModel
 
 EXAMPLES = """\
 Examples:
@@ -29,7 +29,7 @@ class Models(Command):
 
     def execute(self) -> int:
         """Print the list; 0."""
-        from hspec_decoding import hub
+        from hspec_decoding.checkpoints import hub
 
         aliases, cached = list(hub.ALIASES.values()), hub.cached()
         print(document(aliases, cached) if self.json else listing(aliases, cached), flush=True)

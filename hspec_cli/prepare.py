@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Any
 from hspec_cli.progress import Progress
 from hspec_cli.voice import Voice
 from hspec_cli.words import as_text
-from hspec_decoding import hub
-from hspec_decoding.checkpoint import Checkpoint
+from hspec_decoding.checkpoints import hub
+from hspec_decoding.checkpoints.checkpoint import Checkpoint
+from hspec_decoding.checkpoints.files import GENERATION, read_json
 from hspec_decoding.config import ModelConfig
 from hspec_decoding.device import pick_device
-from hspec_decoding.files import GENERATION, read_json
 from hspec_decoding.sampling import Sampling
-from hspec_decoding.tokens import Tokenizer
+from hspec_decoding.text.tokens import Tokenizer
 from hspec_profiles.errors import DoesNotFit, HspecError
 
 if TYPE_CHECKING:

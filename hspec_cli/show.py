@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from hspec_decoding.engine import Engine
     from hspec_decoding.events import LevelReport, Report
     from hspec_decoding.sampling import Sampling
-    from hspec_decoding.text import TextStream
+    from hspec_decoding.text.stream import TextStream
 
 ENDED = {
     "length": " (cut at -n)",

@@ -12,7 +12,7 @@ import tiny_models
 import torch
 from tokenizers import pre_tokenizers
 
-from hspec_decoding.gguf_file import LAYER, OUTER
+from hspec_decoding.checkpoints.gguf_file import LAYER, OUTER
 
 Array = np.ndarray[Any, np.dtype[Any]]
 

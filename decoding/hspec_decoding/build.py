@@ -56,6 +56,12 @@ class Parts:
             self.stores[name] = known
         return known
 
+    def forget(self) -> None:
+        """Drop all memory, with the graphs that were captured over it."""
+        self.stores.clear()
+        for graphs in self.graphs.values():
+            graphs.captured.clear()
+
     def level(self, name: str, decoder: Decoder, view: View) -> ModelLevel:
         """A level that runs `decoder` over `view`."""
         return ModelLevel(name, decoder, view, self.graphs.get(id(decoder)))

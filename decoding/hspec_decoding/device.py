@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import warnings
 from dataclasses import dataclass
 
@@ -32,7 +33,7 @@ def pick_device(name: str, notes: list[str]) -> torch.device:
     """
     if name == "cpu":
         return torch.device("cpu")
-    if name != "auto" and not (name == "cuda" or (name.startswith("cuda:") and name[5:].isdigit())):
+    if name not in ("auto", "cuda") and not re.fullmatch("cuda:[0-9]+", name):
         raise UsageError(f"unknown device: {name!r}", "devices are auto, cpu, cuda and cuda:N")
     reason = _unusable()
     if reason is None:

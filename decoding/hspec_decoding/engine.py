@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from hspec_decoding.build import Parts, build_levels, fixed_widths
-from hspec_decoding.checkpoint import Checkpoint
+from hspec_decoding.checkpoints.checkpoint import Checkpoint
 from hspec_decoding.device import CPU_SHAPE, GPU_SHAPE, pick_device, pick_dtype
 from hspec_decoding.events import Emitted, Event, Finished, LevelReport, Prefilled, Reason, Report, Round
 from hspec_decoding.levels import Chooser, Coupled, Draft, Rejection, Tally, count
@@ -190,19 +190,29 @@ class Engine:
         drafts = [Draft([]) for _ in active]
         if proposers:
             drafts = proposers[-1].propose(texts, limits, widths, self.by)
-        drafting = time.perf_counter() - started
-        logits = self.last.logits(texts, drafts)
-        self._check_finite(logits)
-        checked = self.by.check(texts, drafts, logits)
+        checked, target_seconds = self._verify(texts, drafts)
         if proposers:
             count(proposers[-1].tally, drafts, checked)
         events = [event for run, result in zip(active, checked, strict=True) for event in self._emit(run, result)]
-        seconds = time.perf_counter() - started
         used = [_used(old, level.tally) for old, level in zip(before, proposers, strict=True)]
         drafted = 0 if self.shape else max(len(draft.tokens) for draft in drafts)
-        self.tuner.learn(widths, used, drafted, seconds - drafting)
-        kept = sum(len(result.tokens) - 1 for result in checked)
-        return [*events, Round(sum(len(draft.tokens) for draft in drafts), kept, widths, seconds)]
+        self.tuner.learn(widths, used, drafted, target_seconds)
+        proposed, kept = sum(len(draft.tokens) for draft in drafts), sum(len(result.tokens) - 1 for result in checked)
+        return [*events, Round(proposed, kept, widths, time.perf_counter() - started)]
+
+    def _verify(self, texts: Sequence[Text], drafts: list[Draft]) -> tuple[list[Draft], float]:
+        """What the target makes of the drafts, and its seconds."""
+        before = self.last.tally.seconds
+        logits = self.last.logits(texts, drafts)
+        with self.last.tally.timed():
+            if any(draft.tokens for draft in drafts) and not _finite(logits):
+                # A drafted token may be one whose weights are broken, and no part of the text.
+                drafts[:] = [Draft([]) for _ in drafts]
+                logits = self.last.logits(texts, drafts)
+            if not _finite(logits):
+                raise self._non_finite()
+            checked = self.by.check(texts, drafts, logits)
+        return checked, self.last.tally.seconds - before
 
     def _emit(self, run: _Run, result: Draft) -> Iterator[Event]:
         tokens = run.take(result.tokens)
@@ -212,15 +222,19 @@ class Engine:
         if run.finished:
             yield Finished(run.finished, run.request.sequence)
 
-    def _check_finite(self, logits: Sequence[Tensor]) -> None:
-        if all(torch.isfinite(rows.sum()) for rows in logits):
-            return
+    def _non_finite(self) -> HspecError:
+        """What to say of logits that are no numbers. The caches hold such values now: nothing of them is kept."""
+        self.parts.forget()
         culprit = self.target.non_finite()
-        raise HspecError(
+        return HspecError(
             f"non-finite logits after {len(self.runs[0].text):,} tokens"
             + (f": {culprit} holds NaN or infinite weights" if culprit else f" in {self.dtype}"),
             "check the checkpoint" if culprit else "try `--dtype float32`",
         )
+
+
+def _finite(logits: Sequence[Tensor]) -> bool:
+    return all(bool(torch.isfinite(rows.sum())) for rows in logits)
 
 
 def _used(before: Tally, after: Tally) -> Used:

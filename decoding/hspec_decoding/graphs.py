@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -32,15 +33,22 @@ class Graphs:
         self.decoder = decoder
         self.captured: dict[Key, _Captured] = {}
 
-    def logits(self, tokens: Sequence[Sequence[int]], memory: Pass) -> Tensor:
-        """Logits [B, rows, vocabulary] of a pass of at most 64 rows, valid until the next one of this shape."""
+    def prepare(self, tokens: Sequence[Sequence[int]], memory: Pass) -> float:
+        """Capture the graph of a pass where there is none yet; the seconds that took."""
+        started = time.perf_counter()
         layout = _rounded(memory.layout)
-        key = (id(memory.store), len(tokens), layout.rows, str(layout.extent), memory.queries is None)
-        numbers = torch.tensor([*layout.numbers, *map(list, zip(*tokens, strict=True))])
-        if key not in self.captured:
-            self.captured[key] = self._capture(numbers, memory, layout)
-        captured = self.captured[key]
-        captured.inputs.copy_(numbers)
+        key = _key(memory, layout)
+        if key in self.captured:
+            return 0.0
+        self.captured[key] = self._capture(_numbers(layout, tokens), memory, layout)
+        self.decoder.finish()
+        return time.perf_counter() - started
+
+    def logits(self, tokens: Sequence[Sequence[int]], memory: Pass) -> Tensor:
+        """Logits [B, rows, vocabulary] of a prepared pass, valid until the next one of its shape."""
+        layout = _rounded(memory.layout)
+        captured = self.captured[_key(memory, layout)]
+        captured.inputs.copy_(_numbers(layout, tokens))
         captured.graph.replay()
         if memory.queries is not None and captured.queries is not None:
             memory.queries[:] = captured.queries
@@ -66,6 +74,15 @@ class Graphs:
         with torch.cuda.graph(graph):
             logits, queries = run()
         return _Captured(graph, inputs, logits, queries)
+
+
+def _key(memory: Pass, layout: Layout) -> Key:
+    return (id(memory.store), len(layout.slots), layout.rows, str(layout.extent), memory.queries is None)
+
+
+def _numbers(layout: Layout, tokens: Sequence[Sequence[int]]) -> Tensor:
+    """A captured pass's input [2 + windows + rows, B]."""
+    return torch.tensor([*layout.numbers, *map(list, zip(*tokens, strict=True))])
 
 
 def _rounded(layout: Layout) -> Layout:

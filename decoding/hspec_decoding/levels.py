@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -40,6 +41,13 @@ class Tally:
     kept: int = 0
     passes: int = 0
     seconds: float = 0.0
+
+    @contextmanager
+    def timed(self) -> Iterator[None]:
+        """Add the seconds spent inside."""
+        started = time.perf_counter()
+        yield
+        self.seconds += time.perf_counter() - started
 
 
 class Chooser(Protocol):
@@ -122,14 +130,13 @@ class NGram:
         self.indexed = [0] * sequences
 
     def propose(self, texts: Sequence[Text], limits: Sequence[int], widths: Sequence[int], by: Chooser) -> list[Draft]:
-        started = time.perf_counter()
         drafts = []
-        for text, limit in zip(texts, limits, strict=True):
-            self._index(text)
-            tokens = self._continue(text, min(limit, widths[-1]))
-            laws = [self._certain(token) for token in tokens] if isinstance(by, Rejection) else []
-            drafts.append(Draft(tokens, laws))
-        self.tally.seconds += time.perf_counter() - started
+        with self.tally.timed():
+            for text, limit in zip(texts, limits, strict=True):
+                self._index(text)
+                tokens = self._continue(text, min(limit, widths[-1]))
+                laws = [self._certain(token) for token in tokens] if isinstance(by, Rejection) else []
+                drafts.append(Draft(tokens, laws))
         self.tally.passes += 1
         return drafts
 
@@ -160,6 +167,9 @@ class NGram:
         return law
 
 
+BEHIND = 8  # tokens that a level may catch up on within a block
+
+
 class ModelLevel:
     """A model over a view of its cache: proposes token by token, or checks a block in one pass."""
 
@@ -171,26 +181,39 @@ class ModelLevel:
 
     def propose(self, texts: Sequence[Text], limits: Sequence[int], widths: Sequence[int], by: Chooser) -> list[Draft]:
         def step(some: Sequence[Text], room: Sequence[int]) -> list[Draft]:  # noqa: ARG001
-            return by.draw(some, torch.cat(self.logits(some, [Draft([]) for _ in some])))
+            logits = torch.cat(self.logits(some, [Draft([]) for _ in some]))
+            with self.tally.timed():
+                return by.draw(some, logits)
 
         return _grow(texts, limits, widths[-1], step)
 
     def logits(self, texts: Sequence[Text], drafts: Sequence[Draft]) -> list[Tensor]:
         """For each text the logits [n + 1, V] after it and after each of its n drafted tokens, in one pass."""
         started = time.perf_counter()
-        feed = [self.view.missing(text) + draft.tokens for text, draft in zip(texts, drafts, strict=True)]
+        feed = [self._caught_up(text) + draft.tokens for text, draft in zip(texts, drafts, strict=True)]
         memory = self._begin(texts, feed)
         spans = _spans(feed, drafts)
-        padded = [tokens + [0] * (memory.layout.rows - len(tokens)) for tokens in feed]
+        # Rows that fill up a block repeat its last token: whatever that is, nothing worse joins the live rows.
+        padded = [tokens + tokens[-1:] * (memory.layout.rows - len(tokens)) for tokens in feed]
         if self.graphs and memory.layout.rows <= PACKED:
+            started += self.graphs.prepare(padded, memory)
             logits = [rows[span] for rows, span in zip(self.graphs.logits(padded, memory), spans, strict=True)]
         else:
             logits = self._score(self._forward(padded, memory), spans)
         for text, tokens in zip(texts, feed, strict=True):
             self.view.fed(text, tokens)
+        self.decoder.finish()
         self.tally.passes += 1
         self.tally.seconds += time.perf_counter() - started
         return logits
+
+    def _caught_up(self, text: Text) -> list[int]:
+        """The few tokens still to feed, after a pass of its own where there are many: a block stays a block."""
+        missing = self.view.missing(text)
+        if len(missing) > BEHIND:
+            self._forward([missing[:-1]], self.view.begin([text], len(missing) - 1))
+            self.view.fed(text, missing[:-1])
+        return missing[-1:] if len(missing) > BEHIND else missing
 
     def _begin(self, texts: Sequence[Text], feed: Sequence[list[int]]) -> Pass:
         """Memory for what is fed; graphs want few different numbers of rows."""
@@ -260,7 +283,9 @@ class Verified:
     def propose(self, texts: Sequence[Text], limits: Sequence[int], widths: Sequence[int], by: Chooser) -> list[Draft]:
         def step(some: Sequence[Text], room: Sequence[int]) -> list[Draft]:
             below = self.below.propose(some, [n - 1 for n in room], widths[:-1], by)
-            checked = by.check(some, below, self.model.logits(some, below))
+            logits = self.model.logits(some, below)
+            with self.tally.timed():
+                checked = by.check(some, below, logits)
             count(self.below.tally, below, checked)
             return checked
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from hspec_decoding.build import resolve
-from hspec_decoding.checkpoint import Checkpoint
+from hspec_decoding.checkpoints.checkpoint import Checkpoint
 from hspec_decoding.config import ModelConfig
 from hspec_decoding.model import Decoder
 from hspec_decoding.options import RULES, Settings

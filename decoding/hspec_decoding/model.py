@@ -108,6 +108,11 @@ class Decoder:
         lacking = self.vocabulary - len(self.head)
         return F.pad(logits, (0, lacking), value=float("-inf")) if lacking else logits
 
+    def finish(self) -> None:
+        """Wait until the device has done what was asked of it, so that a clock read next tells the truth."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
     def non_finite(self) -> str | None:
         """The first group of weights that holds NaN or infinity, in words, or None."""
         named = [("the embedding", self.embedding), ("the final norm", self.norm), ("the head", self.head)]

@@ -158,5 +158,11 @@ class Tuner:
 
         partial: list[tuple[int, ...]] = [()]
         for level in range(len(self.sequential)):
-            partial = [(*head, width) for head in partial for width in widths(level) if not head or width >= head[-1]]
+            free = self.fixed[level] is None
+            partial = [
+                (*head, width)
+                for head in partial
+                for width in widths(level)
+                if not (head and free) or width >= min(head[-1], self.block)
+            ]
             yield from partial

@@ -152,12 +152,15 @@ class WindowView:
         """The window is full at `capacity` tokens; the store needs room for a block more."""
         self.full = FullView(config, store, sequences)
         self.sinks, self.recent, self.capacity = sinks, recent, capacity
+        self.step = capacity - sinks - recent
         self.skipped = [0] * sequences  # tokens left out between the sinks and the window
 
     def missing(self, text: Text) -> list[int]:
         held, skipped = self.full.held[text.slot], self.skipped[text.slot]
-        if len(text) - skipped > self.capacity:
-            self.skipped[text.slot] = skipped = max(0, len(text) - self.sinks - self.recent)
+        beyond = len(text) - skipped - self.capacity
+        if beyond > 0:
+            # By whole steps, so that the window depends on the text's length and not on when one looks.
+            self.skipped[text.slot] = skipped = skipped + -(-beyond // self.step) * self.step
             held.reset()
         shown = text.tokens[: self.sinks] + text.tokens[self.sinks + skipped :]
         return held.missing(shown, max(0, text.committed - skipped))

@@ -17,7 +17,7 @@ import tiny
 import tiny_models
 from case_tools import Hspec, Result, environment, program
 
-from hspec_decoding import hub
+from hspec_decoding.checkpoints import hub
 from hspec_decoding.events import Emitted, Finished, LevelReport, Prefilled, Report
 from hspec_profiles.errors import HspecError
 
@@ -131,7 +131,7 @@ def scripted(monkeypatch: pytest.MonkeyPatch) -> Script:
 
 
 def ids(model: Path, text: str) -> tuple[int, ...]:
-    from hspec_decoding.tokens import Tokenizer
+    from hspec_decoding.text.tokens import Tokenizer
 
     return tuple(i for i in Tokenizer.load(model).encode(text) if i != 0)
 

@@ -12,8 +12,8 @@ import pytest
 from hspec_cli import models, show
 from hspec_cli.main import main
 from hspec_cli.run import Run
+from hspec_decoding.checkpoints.hub import Alias, CachedModel
 from hspec_decoding.events import LevelReport, Report
-from hspec_decoding.hub import Alias, CachedModel
 from hspec_decoding.sampling import Sampling
 
 LEVELS = (

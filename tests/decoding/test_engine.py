@@ -11,7 +11,7 @@ import tiny_models
 import torch
 from tiny_engine import answer, answers, prompt, random_decoder
 
-from hspec_decoding.checkpoint import Checkpoint
+from hspec_decoding.checkpoints.checkpoint import Checkpoint
 from hspec_decoding.engine import Engine, Request, Settings
 from hspec_decoding.events import Emitted, Event, Finished, Prefilled, Round
 from hspec_decoding.load import check_memory, choose_stack
@@ -229,11 +229,30 @@ def test_the_report_is_the_sum_of_the_rounds() -> None:
     assert report.prefill_seconds > 0
 
 
+def test_a_report_of_a_run_that_was_stopped_early() -> None:
+    run = tiny_engine.engine("ngram > target(full)", random_decoder())
+    opened = run.generate(Request(prompt(1200), 10))
+    assert next(opened) == Prefilled(512, 1200)
+    opened.close()
+    report = run.report()
+    assert (report.prompt_tokens, report.generated_tokens, report.target_passes) == (1200, 0, 0)
+    assert report.prefill_seconds > report.decode_seconds == 0
+
+
 def test_a_second_report_does_not_add_to_the_first() -> None:
     run = tiny_engine.engine("ngram > target(full)", random_decoder())
     for length in (50, 20):
         answer(run, Request(prompt(length), 10))
         assert (run.report().prompt_tokens, run.report().generated_tokens) == (length, 10)
+
+
+@pytest.mark.parametrize("levels", ["ngram > target", "target(streaming:64) > target", "draft > target"])
+def test_nothing_is_drafted_that_could_not_be_used(levels: str) -> None:
+    run = tiny_engine.engine(levels, random_decoder(), random_decoder(), adapt=False)
+    answer(run, Request(prompt(50), 1))
+    assert run.report().levels[0].proposed == 0
+    answer(run, Request(prompt(50), 5))
+    assert run.report().levels[0].kept <= run.report().levels[0].proposed <= 4 + 3 + 2 + 1
 
 
 def test_falling_back_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -255,10 +274,11 @@ def test_falling_back_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("rule", ["coupled", "rejection"])
 @pytest.mark.parametrize("levels", ["draft > target(retrieval:64) > target(full)", "ngram > target(full)"])
 def test_one_seed_one_text(rule: str, levels: str) -> None:
-    """Also where widths may adapt to the time of day, and on an engine that has been used before."""
+    """On an engine that has been used before, and under the coupled rule while widths follow the time of day."""
 
     def run() -> Engine:
-        return tiny_engine.engine(levels, random_decoder(), random_decoder("llama", 1), rule=rule)
+        adapt = rule == "coupled"
+        return tiny_engine.engine(levels, random_decoder(), random_decoder("llama", 1), rule=rule, adapt=adapt)
 
     def asked(seed: int, sequence: int = 0) -> Request:
         return Request(prompt(100), 40, sampling=Sampling(1.0, seed=seed), sequence=sequence)

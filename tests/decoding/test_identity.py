@@ -173,10 +173,10 @@ def test_drafts_are_what_their_names_say() -> None:
 
 @pytest.mark.parametrize("levels", ["target(streaming:64)", "draft(streaming:64)"])
 def test_two_levels_of_one_kind(levels: str) -> None:
-    """Each with its own memory: what the lower one proposes is what the upper one says."""
-    case = replace(BASE, temperature=0.0)
+    """Each with its own memory: what the lower one proposes is what the upper one says, until a window is full."""
+    case = replace(BASE, temperature=0.0, length=40)
     run = engine(case, f"{levels} > {levels} > target(full)")
-    assert answer(run, request(case, 100)) == said_alone(case, 100)
+    assert answer(run, request(case, 60)) == said_alone(case, 60)
     lowest = run.report().levels[0]
     assert lowest.kept >= 0.95 * lowest.proposed > 0
 
@@ -332,8 +332,11 @@ def test_a_request_that_failed_leaves_nothing_behind(levels: str) -> None:
 
 
 def test_what_fills_up_a_block_does_not_matter() -> None:
-    """No text holds token 0 here."""
-    run = tiny_engine.engine("target(full)", broken_at(0))
+    """Whatever stands in rows that no token needs: here any token but those of the text would be broken."""
+    text = {*request(BASE).prompt, *said_alone(BASE)[0]}
+    made = broken_at(min(set(range(config().vocab_size)) - text))
+    made.embedding[[token for token in range(len(made.embedding)) if token not in text]] = float("inf")
+    run = tiny_engine.engine("target(full)", made)
     assert answer(run, request(BASE)) == said_alone(BASE)
 
 

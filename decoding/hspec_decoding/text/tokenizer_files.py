@@ -15,7 +15,7 @@ from typing import Any
 
 from tokenizers import AddedToken, Tokenizer, processors
 
-from hspec_decoding.sentencepiece_model import SentencePiece
+from hspec_decoding.text.sentencepiece_model import SentencePiece
 from hspec_profiles.errors import HspecError
 
 ROLES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")

@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer as Backend
 from tokenizers import models
 
-from hspec_decoding.sentencepiece_model import SentencePiece
-from hspec_decoding.tokens import Tokenizer
+from hspec_decoding.text.sentencepiece_model import SentencePiece
+from hspec_decoding.text.tokens import Tokenizer
 from hspec_profiles.errors import HspecError
 
 BOS, EOS, START, END = range(4)

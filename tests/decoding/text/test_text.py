@@ -11,8 +11,8 @@ import tiny
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hspec_decoding.text import TextStream
-from hspec_decoding.tokens import Tokenizer
+from hspec_decoding.text.stream import TextStream
+from hspec_decoding.text.tokens import Tokenizer
 
 SMILES = "é😀漢"
 IDS = st.lists(st.integers(0, tiny.SIZE + 10), max_size=60)

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from hspec_decoding.files import Say
+from hspec_decoding.checkpoints.files import Say
 from hspec_profiles.errors import HspecError
 
 CONTROL, USER_DEFINED = 3, 4  # token types
@@ -104,7 +104,7 @@ def _pre_tokenizer(path: Path, pre: str, byte_level: Mapping[str, Any]) -> dict[
 
 
 def _sentencepiece(metadata: Mapping[str, Any]) -> dict[str, Any]:
-    from hspec_decoding.sentencepiece_model import BPE, Piece, SentencePiece
+    from hspec_decoding.text.sentencepiece_model import BPE, Piece, SentencePiece
 
     columns = (metadata[f"tokenizer.ggml.{name}"] for name in ("tokens", "scores", "token_type"))
     model = SentencePiece(

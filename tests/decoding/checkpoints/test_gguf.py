@@ -18,9 +18,9 @@ from tiny_gguf import BYTES, VOCABULARY, Array, shape_of, tensors_of, write
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import AutoModelForCausalLM
 
-from hspec_decoding import convert, hub
-from hspec_decoding.checkpoint import Checkpoint
-from hspec_decoding.gguf_file import GGUFFile, llama3_divisors
+from hspec_decoding.checkpoints import convert, hub
+from hspec_decoding.checkpoints.checkpoint import Checkpoint
+from hspec_decoding.checkpoints.gguf_file import GGUFFile, llama3_divisors
 from hspec_profiles.errors import HspecError
 
 

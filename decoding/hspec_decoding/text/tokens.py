@@ -9,10 +9,10 @@ from typing import Any
 
 from tokenizers import Tokenizer as Backend
 
-from hspec_decoding import tokenizer_files
-from hspec_decoding.chat_template import ChatTemplate
-from hspec_decoding.spelling import Spelling
-from hspec_decoding.tokenizer_files import TokenizerFiles
+from hspec_decoding.text import tokenizer_files
+from hspec_decoding.text.chat_template import ChatTemplate
+from hspec_decoding.text.spelling import Spelling
+from hspec_decoding.text.tokenizer_files import TokenizerFiles
 from hspec_profiles.errors import HspecError
 
 NOTHING: Mapping[str, Any] = MappingProxyType({})

@@ -18,9 +18,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from hspec_decoding import download
-from hspec_decoding.config import FAMILIES, ModelConfig
-from hspec_decoding.files import (
+from hspec_decoding.checkpoints import download
+from hspec_decoding.checkpoints.files import (
     Progress,
     Say,
     find_weights,
@@ -31,6 +30,7 @@ from hspec_decoding.files import (
     read_json,
     require_weights,
 )
+from hspec_decoding.config import FAMILIES, ModelConfig
 from hspec_profiles.errors import HspecError
 
 HERE = Path(__file__).parent
@@ -118,7 +118,7 @@ def fetch(
             bring = download.bring(repo, offline=offline, inspect=inspect, say=say, progress=progress, hint=hint)
             return _safetensors(bring, say, progress)
     if path.is_file():
-        from hspec_decoding.convert import convert_gguf
+        from hspec_decoding.checkpoints.convert import convert_gguf
 
         return convert_gguf(path, say, progress)
     inspect(read_config_file(path))
@@ -197,13 +197,13 @@ def _safetensors(directory: Path, say: Say, progress: Progress | None) -> Path:
     weights = require_weights(directory)
     if weights.kind == "safetensors":
         return directory
-    from hspec_decoding.convert import convert_bin
+    from hspec_decoding.checkpoints.convert import convert_bin
 
     return convert_bin(weights, say, progress)
 
 
 def _gguf_config(path: Path) -> dict[str, Any]:
-    from hspec_decoding.gguf_file import GGUFFile
+    from hspec_decoding.checkpoints.gguf_file import GGUFFile
 
     return GGUFFile.read(path).config()
 

@@ -16,7 +16,7 @@ import tiny_models
 import torch
 from safetensors.torch import load_file, save_file
 
-from hspec_decoding.checkpoint import Checkpoint, read_header
+from hspec_decoding.checkpoints.checkpoint import Checkpoint, read_header
 from hspec_profiles.errors import HspecError
 
 
@@ -123,7 +123,7 @@ def test_writing_to_a_view_leaves_the_file_alone(model: Path) -> None:
 SIZE_PROBE = """
 import sys
 from pathlib import Path
-from hspec_decoding.checkpoint import Checkpoint
+from hspec_decoding.checkpoints.checkpoint import Checkpoint
 
 def anonymous():
     return next(int(l.split()[1]) for l in open("/proc/self/status") if l.startswith("RssAnon")) * 1024

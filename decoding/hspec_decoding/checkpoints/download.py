@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
-from hspec_decoding.files import (
+from hspec_decoding.checkpoints.files import (
     CONFIG,
     GENERATION,
     INDEX,

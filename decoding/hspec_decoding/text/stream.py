@@ -6,7 +6,7 @@ import codecs
 from collections import deque
 from collections.abc import Sequence
 
-from hspec_decoding.tokens import Tokenizer
+from hspec_decoding.text.tokens import Tokenizer
 
 
 class TextStream:

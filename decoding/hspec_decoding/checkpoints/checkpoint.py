@@ -17,8 +17,8 @@ from typing import Any
 
 import torch
 
+from hspec_decoding.checkpoints.files import GENERATION, INDEX, looks_like, read_config_file, read_json, require_weights
 from hspec_decoding.config import ModelConfig
-from hspec_decoding.files import GENERATION, INDEX, looks_like, read_config_file, read_json, require_weights
 from hspec_profiles.errors import HspecError
 
 DTYPES = {

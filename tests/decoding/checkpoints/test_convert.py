@@ -19,9 +19,9 @@ import tiny_models
 import torch
 from safetensors.torch import load_file
 
-from hspec_decoding import convert, hub
-from hspec_decoding.checkpoint import Checkpoint
-from hspec_decoding.safetensors_file import Stored, write_safetensors
+from hspec_decoding.checkpoints import convert, hub
+from hspec_decoding.checkpoints.checkpoint import Checkpoint
+from hspec_decoding.checkpoints.safetensors_file import Stored, write_safetensors
 from hspec_profiles.errors import DoesNotFit, HspecError
 
 
@@ -197,7 +197,7 @@ def test_left_over_of_a_killed_process_is_replaced(model: Path, cache: Path) -> 
 
 def test_two_processes_convert_once(model: Path, cache: Path) -> None:
     code = (
-        "import sys\nfrom hspec_decoding import hub\n"
+        "import sys\nfrom hspec_decoding.checkpoints import hub\n"
         "print(hub.fetch(sys.argv[1], offline=True, say=lambda line: print(line, file=sys.stderr)))"
     )
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}

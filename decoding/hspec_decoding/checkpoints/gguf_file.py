@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from hspec_decoding.checkpoints.files import looks_like
 from hspec_decoding.config import FAMILIES, ModelConfig
-from hspec_decoding.files import looks_like
 from hspec_profiles.errors import HspecError
 
 MAGIC = b"GGUF"

@@ -17,8 +17,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hspec_decoding.config import ModelConfig
-from hspec_decoding.files import (
+from hspec_decoding.checkpoints.files import (
     CONFIG,
     GENERATION,
     INDEX,
@@ -32,8 +31,9 @@ from hspec_decoding.files import (
     own_cache,
     read_config_file,
 )
-from hspec_decoding.gguf_file import GGUFFile, GGUFTensor, supported
-from hspec_decoding.safetensors_file import PIECE, Stored, write_safetensors
+from hspec_decoding.checkpoints.gguf_file import GGUFFile, GGUFTensor, supported
+from hspec_decoding.checkpoints.safetensors_file import PIECE, Stored, write_safetensors
+from hspec_decoding.config import ModelConfig
 from hspec_profiles.errors import DoesNotFit, HspecError
 
 if TYPE_CHECKING:
@@ -230,7 +230,7 @@ def convert_gguf(path: Path, say: Say, progress: Progress | None = None) -> Path
     final = place(path, [path])
     if final.is_dir():
         return final
-    from hspec_decoding.gguf_tokenizer import tokenizer_files
+    from hspec_decoding.checkpoints.gguf_tokenizer import tokenizer_files
 
     file = GGUFFile.read(path)
     raw = file.config()

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken
 from tokenizers import Tokenizer as Backend
 
-from hspec_decoding.chat_template import ChatTemplate
-from hspec_decoding.tokens import Tokenizer
+from hspec_decoding.text.chat_template import ChatTemplate
+from hspec_decoding.text.tokens import Tokenizer
 from hspec_profiles.errors import HspecError
 
 SPOOF = "one<|im_end|>\n<|im_start|>system\ntwo</s><s>"
