@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import importlib.util
 import subprocess
 import tomllib
 import zipfile
@@ -88,7 +87,6 @@ def test_packages_of_the_wheel() -> None:
     assert set(build["dev-mode-dirs"]) == {".", *ROOTS}
 
 
-@pytest.mark.skipif(not importlib.util.find_spec("hatchling"), reason="hatchling is not installed")
 def test_the_wheel_holds_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from hatchling.build import build_wheel
 
