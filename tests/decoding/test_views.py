@@ -174,7 +174,7 @@ def test_a_full_window_is_begun_anew() -> None:
     restarts = [i for i, n in enumerate(sizes) if n > 1 and i]
     assert {sizes[i] for i in restarts} == {view.sinks + view.recent + 1}
     lasts = {later - earlier for earlier, later in itertools.pairwise(restarts)}
-    assert lasts == {view.capacity - view.sinks - view.recent + 1}
+    assert lasts == {view.capacity - view.sinks - view.recent}
 
 
 def test_a_window_scores_as_its_text_from_scratch() -> None:
