@@ -18,6 +18,12 @@ FAMILIES = {
     "qwen2": "Qwen2 and Qwen2.5, R1 distils",
     "qwen3": "Qwen3 dense",
 }
+DEFAULTS: Mapping[str, Mapping[str, int]] = {  # what transformers takes where a config.json is silent
+    "llama": {"max_position_embeddings": 2048},
+    "mistral": {"max_position_embeddings": 131_072, "num_key_value_heads": 8, "sliding_window": 4096},
+    "qwen2": {"max_position_embeddings": 32_768, "num_key_value_heads": 32, "sliding_window": 4096},
+    "qwen3": {"max_position_embeddings": 32_768, "num_key_value_heads": 32, "head_dim": 128, "sliding_window": 4096},
+}
 ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "llama3", "longrope")
 
 
@@ -54,6 +60,7 @@ class ModelConfig:
                 "hspec runs " + "; ".join(f"{name} ({what})" for name, what in FAMILIES.items()),
             )
         _refuse(raw)
+        raw = {**DEFAULTS[family], **raw}
         try:
             hidden, heads, layers = (int(raw[k]) for k in ("hidden_size", "num_attention_heads", "num_hidden_layers"))
             ffn, vocab = int(raw["intermediate_size"]), int(raw["vocab_size"])
@@ -68,10 +75,10 @@ class ModelConfig:
             ffn_size=ffn,
             layers=layers,
             heads=heads,
-            kv_heads=int(raw.get("num_key_value_heads") or (8 if family == "mistral" else heads)),
-            head_dim=int(raw.get("head_dim") or (128 if family == "qwen3" else hidden // heads)),
+            kv_heads=int(raw.get("num_key_value_heads") or heads),
+            head_dim=int(raw.get("head_dim") or hidden // heads),
             norm_eps=float(raw.get("rms_norm_eps", 1e-6)),
-            max_positions=int(raw.get("max_position_embeddings", 2048)),
+            max_positions=int(raw["max_position_embeddings"]),
             tied=bool(raw.get("tie_word_embeddings", False)),
             qkv_bias=qwen2 or bias,
             o_bias=bias,
@@ -152,7 +159,7 @@ def _rope(raw: Mapping[str, Any]) -> dict[str, Any]:
         rope["rope_theta"] = float(raw.get("rope_theta") or 10_000.0)
     if kind in ("yarn", "llama3", "longrope"):
         original = raw.get("original_max_position_embeddings") or rope.get("original_max_position_embeddings")
-        rope["original_max_position_embeddings"] = original or raw.get("max_position_embeddings", 2048)
+        rope["original_max_position_embeddings"] = original or raw["max_position_embeddings"]
     return rope
 
 

@@ -46,7 +46,7 @@ def pick_device(name: str, notes: list[str]) -> torch.device:
         if "driver is too old" in reason:
             notes.append(f"running on the CPU: {reason}")
         return torch.device("cpu")
-    raise HspecError(f"no GPU can be used: {reason}", "run with `--device cpu`")
+    raise HspecError(f"`--device {name}` cannot be used: {reason}", "run with `--device cpu`")
 
 
 def _unusable() -> str | None:

@@ -55,6 +55,7 @@ class LevelReport:
     kept: int
     passes: int
     seconds: float
+    refused: int = 0  # tokens looked at and not kept; those behind them were not looked at
 
 
 @dataclass(frozen=True)

@@ -35,10 +35,14 @@ class Draft:
 
 @dataclass
 class Tally:
-    """What a level did so far: tokens it proposed, how many of them were kept by its verifier, passes, seconds."""
+    """What a level did so far: tokens it proposed, how many of them its verifier kept and refused, passes, seconds.
+
+    Behind the first token refused nothing is looked at, so `kept + refused` are those that were.
+    """
 
     proposed: int = 0
     kept: int = 0
+    refused: int = 0
     passes: int = 0
     seconds: float = 0.0
 
@@ -98,7 +102,8 @@ class Rejection:
         checked = []
         for text, draft, rows in zip(texts, drafts, logits, strict=True):
             target = list(probabilities(rows, self.sampling))
-            tokens = accept(draft.tokens, draft.laws, target, self.draws[text.slot])
+            laws = [law.to(rows.device) for law in draft.laws]
+            tokens = accept(draft.tokens, laws, target, self.draws[text.slot])
             checked.append(Draft(tokens, target[: len(tokens)]))
         return checked
 
@@ -315,3 +320,4 @@ def count(tally: Tally, drafts: Sequence[Draft], checked: Sequence[Draft]) -> No
     for draft, result in zip(drafts, checked, strict=True):
         tally.proposed += len(draft.tokens)
         tally.kept += len(result.tokens) - 1
+        tally.refused += len(result.tokens) <= len(draft.tokens)

@@ -39,6 +39,7 @@ class Used:
 
     proposed: int
     kept: int
+    refused: int
     passes: int
     seconds: float
 
@@ -53,7 +54,9 @@ class Tuner:
     adapt: bool = True  # else always the widths to begin with
     rounds: int = 0
     plain_rounds: int = 0
-    acceptance: dict[int, Average] = field(default_factory=dict)  # level -> share of its tokens kept, by any verifier
+    acceptance: dict[int, Average] = field(
+        default_factory=dict
+    )  # level -> chance of a token to be kept, by any verifier
     yields: dict[int, Average] = field(default_factory=dict)  # level -> share of a width that it fills
     cost: dict[int, Average] = field(default_factory=dict)  # level -> seconds of a pass
     target: dict[int, Average] = field(default_factory=dict)  # rows drafted -> seconds of the target's pass
@@ -97,7 +100,7 @@ class Tuner:
         for level, (width, did) in enumerate(zip(widths, used, strict=False)):
             if did.passes:
                 self.cost.setdefault(level, Average()).add(did.seconds, did.passes)
-            self.acceptance[level].add(did.kept, did.proposed)
+            self.acceptance[level].add(did.kept, did.kept + did.refused)
             if not self.sequential[level]:
                 self.yields[level].add(did.proposed / width, did.passes)
 

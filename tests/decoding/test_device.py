@@ -81,7 +81,7 @@ def test_a_gpu_that_cannot_be_used_is_one_sentence(
     with pytest.raises(HspecError) as caught:
         pick_device("cuda", [])
     message = caught.value.message
-    assert message.startswith("no GPU can be used: ")
+    assert message.startswith("`--device cuda` cannot be used: ")
     assert reason in message
     assert "\n" not in message
     assert ". " not in message.replace("e.g. ", "")

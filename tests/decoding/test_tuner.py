@@ -37,12 +37,12 @@ class World:
 
     def round(self, tuner: Tuner, widths: tuple[int, ...], room: int | None = None) -> tuple[int, float]:
         """One round, of which the tuner is told: tokens gained and true seconds."""
-        did = [[0, 0, 0, 0.0] for _ in widths]  # proposed, kept, passes, seconds
+        did = [[0, 0, 0, 0, 0.0] for _ in widths]  # proposed, kept, refused, passes, seconds
         room = self.block if room is None else room
         drafted = self._propose(len(widths) - 1, room, widths, did) if widths else 0
         kept = self._check(len(widths) - 1, drafted, did) if widths else 0
-        tuner.learn(widths, [Used(*map(int, row[:3]), row[3]) for row in did], 0, self._measured(self.target))
-        return kept + 1, self.target + sum(row[2] * cost for row, cost in zip(did, self.cost, strict=False))
+        tuner.learn(widths, [Used(*map(int, row[:4]), row[4]) for row in did], 0, self._measured(self.target))
+        return kept + 1, self.target + sum(row[3] * cost for row, cost in zip(did, self.cost, strict=False))
 
     def _propose(self, level: int, room: int, widths: Sequence[int], did: list[list[float]]) -> int:
         if not self.sequential[level]:
@@ -56,8 +56,8 @@ class World:
         return tokens
 
     def _pass(self, level: int, did: list[list[float]]) -> None:
-        did[level][2] += 1
-        did[level][3] += self._measured(self.cost[level])
+        did[level][3] += 1
+        did[level][4] += self._measured(self.cost[level])
 
     def _check(self, level: int, drafted: int, did: list[list[float]]) -> int:
         kept = 0
@@ -65,6 +65,7 @@ class World:
             kept += 1
         did[level][0] += drafted
         did[level][1] += kept
+        did[level][2] += kept < drafted
         return kept
 
     def _measured(self, seconds: float) -> float:
@@ -176,7 +177,7 @@ def test_times_that_grow_with_the_block() -> None:
     """Without the fixed shape the target's time depends on what it is given: between widths measured it is a line."""
     tuner = Tuner([True], [None], 63)
     for width in (6, 0, 24):
-        tuner.learn((width,) * (width > 0), [Used(width, width, width, 0.01 * width)], width, 1.0 + width / 24)
+        tuner.learn((width,) * (width > 0), [Used(width, width, 0, width, 0.01 * width)], width, 1.0 + width / 24)
     assert tuner.seconds((24,)) == pytest.approx(2.24)
     assert tuner.seconds((12,)) == pytest.approx(1.5 + 0.12)
     assert tuner.seconds((63,)) == pytest.approx(2.0 + 0.63)

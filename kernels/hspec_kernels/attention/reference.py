@@ -12,7 +12,6 @@ from typing import cast
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.attention.bias import causal_lower_right
 
 PACKED = 64  # most rows of a decoding block; the heads of a group share one read of their keys up to here
 
@@ -59,6 +58,8 @@ def attend_reference(query: Tensor, keys: Tensor, values: Tensor, reach: Reach) 
         rows = query[b : b + 1]
         whole = reach.rows > PACKED
         if whole and query.is_cuda and reach.window is None and extent == int(reach.first[b]) + reach.rows:
+            from torch.nn.attention.bias import causal_lower_right  # a second to import, and only prefill needs it
+
             bias = cast(Tensor, causal_lower_right(reach.rows, extent))
         else:
             bias = reach.bias(b, group, query.dtype)
