@@ -52,6 +52,8 @@ class Parts:
         """Memory for keys and values of `capacity` tokens; what was made before is used while it is large enough."""
         known = self.stores.get(name)
         if known is None or known.sequences < sequences or known.capacity < capacity:
+            if known is not None:
+                self._forget_graphs()  # some were captured over this memory
             known = KVStore(decoder.config, sequences, capacity, dtype=decoder.dtype, device=decoder.device)
             self.stores[name] = known
         return known
@@ -59,6 +61,9 @@ class Parts:
     def forget(self) -> None:
         """Drop all memory, with the graphs that were captured over it."""
         self.stores.clear()
+        self._forget_graphs()
+
+    def _forget_graphs(self) -> None:
         for graphs in self.graphs.values():
             graphs.captured.clear()
 

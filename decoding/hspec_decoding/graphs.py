@@ -77,7 +77,7 @@ class Graphs:
 
 
 def _key(memory: Pass, layout: Layout) -> Key:
-    return (id(memory.store), len(layout.slots), layout.rows, str(layout.extent), memory.queries is None)
+    return (memory.store, len(layout.slots), layout.rows, str(layout.extent), memory.queries is None)
 
 
 def _numbers(layout: Layout, tokens: Sequence[Sequence[int]]) -> Tensor:

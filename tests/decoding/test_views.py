@@ -15,6 +15,7 @@ from torch import Tensor
 
 from hspec_decoding.build import Parts, draft_window
 from hspec_decoding.cache import KVStore
+from hspec_decoding.graphs import Graphs
 from hspec_decoding.levels import Draft, ModelLevel, Target
 from hspec_decoding.sequence import Held, Text
 from hspec_decoding.sparse import SINKS
@@ -206,3 +207,16 @@ def test_windows_of_two_levels_are_apart() -> None:
     large, small = (draft_window(Spec("draft", "streaming", size), parts, f"level {size}", 1) for size in (256, 64))
     assert (large.capacity, small.capacity) == (512, 128)
     assert large.full.store is not small.full.store
+
+
+def test_graphs_go_with_the_memory_they_were_captured_over() -> None:
+    """Memory that is large enough is kept, and they with it; memory that is replaced takes them along."""
+    model = random_decoder()
+    parts = Parts(model, None)
+    parts.graphs[id(model)] = graphs = Graphs(model)
+    first = parts.store("target", model, 1, 100)
+    graphs.captured[first,] = None  # type: ignore[assignment]
+    assert parts.store("target", model, 1, 90) is first
+    assert graphs.captured
+    assert parts.store("target", model, 1, 101) is not first
+    assert not graphs.captured
