@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from hspec_kernels.attention import PACKED, Reach, attend
+from hspec_kernels.attention import PACKED, Reach, attend, attend_reference
+from hspec_kernels.attention.prefill import by_cudnn
 
 RATIOS = [(1, 1), (4, 4), (4, 2), (4, 1), (6, 2), (7, 1), (8, 1), (14, 2), (9, 3), (10, 2), (16, 1)]  # heads, KV heads
 
@@ -136,3 +137,19 @@ def test_bias(first: int, rows: int, extra: int, window: int | None, group: int)
             line = bias[0, 0, row * times + copy]
             assert (line == 0).tolist() == seen
             assert bool((line[~torch.tensor(seen)] == float("-inf")).all())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(8, 8, 128), (8, 2, 128), (6, 3, 64)])
+@pytest.mark.parametrize(("first", "rows"), [(0, 1024), (4096, 2048), (40_960, 1500)])
+def test_chunks_of_a_prompt(heads: int, kv_heads: int, dim: int, first: int, rows: int) -> None:
+    """Where cuDNN takes them; pieces of keys are joined as if there were none."""
+    generator = torch.Generator("cuda").manual_seed(0)
+    how = {"device": "cuda", "dtype": torch.bfloat16, "generator": generator}
+    query = torch.randn(1, rows, heads, dim, **how)
+    keys, values = (torch.randn(2, kv_heads, first + rows + 9, dim, **how) for _ in range(2))
+    at = torch.tensor([first], device="cuda")
+    reach = Reach(torch.tensor([1], device="cuda"), at, rows, (first + rows,), known=((1, first),))
+    assert by_cudnn(query, reach)
+    wanted = attend_reference(query.float(), keys.float(), values.float(), replace(reach, known=None))
+    assert float((attend(query, keys, values, reach) - wanted).abs().max()) < 0.02 * float(wanted.abs().max())

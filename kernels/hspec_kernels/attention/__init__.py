@@ -6,17 +6,31 @@ D head_dim.
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
-from hspec_kernels.attention.reference import PACKED, Reach, attend_reference
-from hspec_kernels.shapes import on_triton, power_of_two
+from hspec_kernels.attention.cut import SPLIT
+from hspec_kernels.attention.prefill import attend_chunk, by_cudnn
+from hspec_kernels.attention.prefix import Chosen, Prefix, Quantized
+from hspec_kernels.attention.quantized import GROUP, QuantizedKV
+from hspec_kernels.attention.reach import PACKED, Reach
+from hspec_kernels.attention.reference import attend_reference, attend_with_reference
+from hspec_kernels.shapes import on_triton
 
-__all__ = ["PACKED", "Reach", "attend", "attend_reference", "attend_split"]
-
-SPLIT = 1024  # keys that one program of the kernel reads, at absolute positions
-SHORT, SHORT_SPLIT = 16_384, 256  # the same for caches of at most so many slots
-LARGEST_TILE = 64  # packed rows of one program
+__all__ = [
+    "GROUP",
+    "PACKED",
+    "SPLIT",
+    "Chosen",
+    "Prefix",
+    "Quantized",
+    "QuantizedKV",
+    "Reach",
+    "attend",
+    "attend_reference",
+    "attend_split",
+    "attend_with",
+    "attend_with_reference",
+]
 
 
 def attend(query: Tensor, keys: Tensor, values: Tensor, reach: Reach, tile: int = 16) -> Tensor:
@@ -29,49 +43,29 @@ def attend(query: Tensor, keys: Tensor, values: Tensor, reach: Reach, tile: int 
     """
     if on_triton(query) and reach.rows <= PACKED:
         return attend_split(query, keys, values, reach, tile)[0]
+    if by_cudnn(query, reach):
+        return attend_chunk(query, keys, values, reach)
     return attend_reference(query, keys, values, reach)
 
 
 def attend_split(query: Tensor, keys: Tensor, values: Tensor, reach: Reach, tile: int = 16) -> tuple[Tensor, Tensor]:
     """`attend` by the Triton kernels; also the natural log-sum-exp [B, R, H] of each row's scores, float32."""
-    from hspec_kernels.attention.kernel import merge_kernel, partial_kernel
+    from hspec_kernels.attention.launch import launch
 
-    batch, rows, heads, dim = query.shape
-    kv_heads = keys.shape[1]
-    group = heads // kv_heads
-    split = SPLIT if keys.shape[2] > SHORT else SHORT_SPLIT
-    splits = -(-max(reach.extent) // split)
-    whole = power_of_two(dim)
-    block = min(LARGEST_TILE, max(16, power_of_two(max(tile, rows) * group)))
-    empty = torch.empty
-    part = empty(batch * kv_heads, splits, rows * group, dim, dtype=torch.float32, device=query.device)
-    part_lse = empty(batch * kv_heads, splits, rows * group, dtype=torch.float32, device=query.device)
-    out = empty(query.shape, dtype=query.dtype, device=query.device)
-    lse = empty(batch, rows, heads, dtype=torch.float32, device=query.device)
-    shape = {"HK": kv_heads, "G": group, "D": dim, "BD": whole, "SPLIT": split}
-    partial_kernel[(-(-rows * group // block), splits, batch * kv_heads)](
-        query,
-        keys,
-        values,
-        reach.slots,
-        reach.first,
-        part,
-        part_lse,
-        *query.stride()[:3],
-        *keys.stride()[:3],
-        *values.stride()[:3],
-        dim**-0.5 * 1.4426950408889634,
-        rows,
-        splits,
-        reach.window or 0,
-        **shape,
-        BM=block,
-        BN=64,
-        WINDOWED=reach.window is not None,
-        num_warps=4,
-        num_stages=4 if whole * query.element_size() <= 256 else 2,
-    )
-    merge_kernel[(rows * group, batch * kv_heads)](
-        part, part_lse, reach.first, out, lse, *out.stride()[:3], rows, splits, **shape, BS=32, num_warps=2
-    )
-    return out, lse
+    return launch(query, None, keys, values, reach, tile)
+
+
+def attend_with(
+    query: Tensor, prefix: Prefix | None, keys: Tensor, values: Tensor, reach: Reach, tile: int = 16
+) -> tuple[Tensor, Tensor]:
+    """Attention over the whole of a prefix and, of the slots of keys and values, over those that `reach` says.
+
+    query [B, R, H, D], keys and values [S, HK, C, D] -> [B, R, H, D], and the natural log-sum-exp [B, R, H], float32
+
+    A row's bits depend neither on the other rows, nor on what stands beyond the prefix's live entries, nor on extents.
+    """
+    if not on_triton(query):
+        return attend_with_reference(query, prefix, keys, values, reach)
+    from hspec_kernels.attention.launch import launch
+
+    return launch(query, prefix, keys, values, reach, tile)

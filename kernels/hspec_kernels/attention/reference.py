@@ -1,63 +1,28 @@
-"""Attention over a KV cache in torch, and what says which keys a row sees.
-
-Letters: B sequences, R query rows, H query heads, HK key/value heads (H % HK == 0), G = H // HK, C slots of the cache,
-D head_dim.
-"""
+"""Attention over a KV cache in torch. Letters as in `reach`."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from typing import cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-PACKED = 64  # most rows of a decoding block; the heads of a group share one read of their keys up to here
-
-
-@dataclass(frozen=True, eq=False)
-class Reach:
-    """Which slots of a cache the rows of a block see: row r of sequence b those of `slots[b]` up to `first[b] + r`.
-
-    `slots` and `first` are int64 [B]. `extent` bounds, for each sequence, the slots looked at: it changes nothing but
-    the shape of the work. With `window` a row sees only the last `window` slots.
-    """
-
-    slots: Tensor
-    first: Tensor
-    rows: int
-    extent: tuple[int, ...]
-    window: int | None = None
-
-    _biases: dict[int, Tensor] = field(default_factory=dict, repr=False)
-
-    def bias(self, b: int, group: int, dtype: torch.dtype) -> Tensor:
-        """What is added to the scores of sequence b: 0 or -inf, [1, 1, R * group or R, extent]."""
-        if b not in self._biases:
-            self._biases[b] = self._bias(b, group, dtype)
-        return self._biases[b]
-
-    def _bias(self, b: int, group: int, dtype: torch.dtype) -> Tensor:
-        device = self.first.device
-        at = self.first[b] + torch.arange(self.rows, device=device)[:, None]
-        keys = torch.arange(self.extent[b], device=device)
-        hidden = keys > at if self.window is None else (keys > at) | (keys <= at - self.window)
-        bias = torch.zeros(hidden.shape, dtype=dtype, device=device).masked_fill_(hidden, float("-inf"))
-        if self.rows <= PACKED:
-            bias = bias.repeat_interleave(group, dim=0)
-        return bias[None, None]
+from hspec_kernels.attention.prefix import Prefix
+from hspec_kernels.attention.reach import PACKED, Reach
 
 
 def attend_reference(query: Tensor, keys: Tensor, values: Tensor, reach: Reach) -> Tensor:
     """What `attend` computes, one sequence at a time."""
     group = query.shape[2] // keys.shape[1]
     parts = []
-    for b, (slot, extent) in enumerate(zip(reach.slots.tolist(), reach.extent, strict=True)):
-        ours = keys[slot : slot + 1, :, :extent], values[slot : slot + 1, :, :extent]
+    for b, ((slot, first), extent) in enumerate(zip(reach.places, reach.extent, strict=True)):
+        begin = reach.begin(b)
+        ours = keys[slot : slot + 1, :, begin:extent], values[slot : slot + 1, :, begin:extent]
         rows = query[b : b + 1]
         whole = reach.rows > PACKED
-        if whole and query.is_cuda and reach.window is None and extent == int(reach.first[b]) + reach.rows:
+        plain = reach.window is None and begin == 0
+        if whole and query.is_cuda and plain and extent == first + reach.rows:
             from torch.nn.attention.bias import causal_lower_right  # a second to import, and only prefill needs it
 
             bias = cast(Tensor, causal_lower_right(reach.rows, extent))
@@ -65,6 +30,32 @@ def attend_reference(query: Tensor, keys: Tensor, values: Tensor, reach: Reach) 
             bias = reach.bias(b, group, query.dtype)
         parts.append((_whole if whole else _packed)(rows, *ours, bias))
     return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def attend_with_reference(
+    query: Tensor, prefix: Prefix | None, keys: Tensor, values: Tensor, reach: Reach
+) -> tuple[Tensor, Tensor]:
+    """What `attend_with` computes, written out in float32 over gathered or dequantized keys."""
+    parts = []
+    for b, ((slot, _), extent) in enumerate(zip(reach.places, reach.extent, strict=True)):
+        ours = [cache[slot, :, reach.begin(b) : extent].float() for cache in (keys, values)]
+        hidden = reach.hidden(b)
+        if prefix is not None:
+            before = prefix.tokens(b)
+            ours = [torch.cat(pair, dim=1) for pair in zip(before, ours, strict=True)]
+            hidden = F.pad(hidden, (before[0].shape[1], 0), value=False)
+        parts.append(_written_out(query[b].float(), ours[0], ours[1], hidden))
+    out, lse = (torch.stack(part) for part in zip(*parts, strict=True))
+    return out.to(query.dtype), lse
+
+
+def _written_out(query: Tensor, keys: Tensor, values: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
+    """query [R, H, D], keys and values [HK, n, D], hidden [R, n] -> [R, H, D] and log-sum-exps [R, H]."""
+    packed = query.reshape(len(query), len(keys), -1, query.shape[-1]).transpose(0, 1)  # [HK, R, G, D]
+    scores = torch.einsum("hrgd,hnd->hrgn", packed, keys) * query.shape[-1] ** -0.5
+    scores = scores.masked_fill(hidden[:, None], float("-inf"))
+    out = torch.einsum("hrgn,hnd->hrgd", scores.softmax(-1), values)
+    return out.transpose(0, 1).flatten(1, 2), scores.logsumexp(-1).transpose(0, 1).flatten(1)
 
 
 def _whole(query: Tensor, keys: Tensor, values: Tensor, bias: Tensor) -> Tensor:

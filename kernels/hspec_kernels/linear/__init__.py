@@ -1,39 +1,57 @@
-"""The skinny product of decoding: a block of 1 to 64 rows with a weight matrix that is read once."""
+"""The skinny product of decoding: few rows with a weight matrix that is read once."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
+from hspec_kernels.linear.quantized import Quantized, quantizable, quantize
 from hspec_kernels.linear.reference import linear_reference
-from hspec_kernels.shapes import on_triton, power_of_two
+from hspec_kernels.shapes import on_triton, power_of_two, stages
 
-__all__ = ["ROWS", "linear", "linear_reference"]
+__all__ = ["ROWS", "Quantized", "linear", "linear_reference", "quantizable", "quantize"]
 
-ROWS = 64  # most rows that the kernel takes; more are the matrix units' business
+ROWS = 512  # most rows that the kernels take; more are a prompt's, and cuBLAS's
+QUANTIZED_ROWS = 64  # the same of 4-bit weights
+TILE = 64  # most rows of one program
 
 
 def linear(
-    x: Tensor, weight: Tensor, bias: Tensor | None = None, residual: Tensor | None = None, tile: int = 16
+    x: Tensor, weight: Tensor | Quantized, bias: Tensor | None = None, residual: Tensor | None = None, tile: int = 16
 ) -> Tensor:
     """x weightᵀ + bias + residual, accumulated in float32.
 
     x [..., K], weight [N, K], bias [N], residual [..., N] -> [..., N]
 
-    Rows are worked in tiles of `tile` (16, 32 or 64; larger where x has more rows). A row's bits depend on the tile's
-    size but neither on the number of rows nor on the other rows, so a fixed tile keeps the fixed-shape rule.
+    A row's bits depend neither on the number of rows nor on the other rows: whatever the tiles, each sum is over the
+    inner dimension from its beginning to its end, 16 elements at a time. Of 4-bit weights that holds for up to `tile`
+    rows.
     """
     rows = x.reshape(-1, x.shape[-1])
-    if not on_triton(x) or len(rows) > ROWS or (x.is_cuda and x.element_size() > 2):
+    by_kernel = on_triton(x) and not (x.is_cuda and x.element_size() > 2)
+    if isinstance(weight, Tensor):
+        if by_kernel and len(rows) <= ROWS:
+            return _linear(rows, weight, bias, residual, tile).view(*x.shape[:-1], -1)
         return linear_reference(x, weight, bias, residual)
+    if by_kernel and len(rows) <= QUANTIZED_ROWS:
+        from hspec_kernels.linear.quantized_kernel import quantized_linear
+
+        tile = max(tile, power_of_two(len(rows)))
+        return quantized_linear(rows, weight, bias, residual, tile).view(*x.shape[:-1], -1)
+    out = weight.linear(x, bias, _dequantize(x))
+    return out if residual is None else out + residual
+
+
+def _linear(rows: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, tile: int) -> Tensor:
     from hspec_kernels.linear.kernel import blocks, linear_kernel
 
-    count, inner = rows.shape
-    outputs = len(weight)
-    out = torch.empty(*x.shape[:-1], outputs, dtype=x.dtype, device=x.device)
-    tile = max(tile, power_of_two(count))
-    block_n, block_k, warps, stages = blocks(outputs, inner, tile)
-    linear_kernel[(-(-outputs // block_n),)](
+    (count, inner), outputs = rows.shape, len(weight)
+    out = torch.empty(count, outputs, dtype=rows.dtype, device=rows.device)
+    tile = min(TILE, max(tile, power_of_two(count)))
+    block_n, block_k, warps, wanted = blocks(outputs, inner, tile)
+    linear_kernel[(-(-count // tile), -(-outputs // block_n))](
         rows,
         weight,
         bias if bias is not None else weight,
@@ -51,6 +69,14 @@ def linear(
         BIASED=bias is not None,
         ADDED=residual is not None,
         num_warps=warps,
-        num_stages=stages,
+        num_stages=stages((tile + block_n) * block_k * rows.element_size(), wanted, rows.device),
     )
     return out
+
+
+def _dequantize(x: Tensor) -> Callable[[Quantized, torch.dtype], Tensor]:
+    if not on_triton(x):
+        return Quantized.dequantized
+    from hspec_kernels.linear.quantized_kernel import dequantize
+
+    return dequantize

@@ -8,13 +8,13 @@ MIDDLE = (32, 128, 4, 4)
 NARROW = (32, 256, 4, 5)
 DEEP = (32, 512, 4, 4)
 TALL = (32, 128, 4, 4)  # for tiles of more than 16 rows, whose part of x takes shared memory too
+SQUARE = (64, 128, 4, 3)  # for tiles of 64 rows where there are outputs enough to fill the GPU
 
 
 def blocks(outputs: int, inner: int, tile: int) -> tuple[int, int, int, int]:
-    """Launch shape for weights [outputs, inner]: enough programs to fill the GPU, enough bytes in flight in each.
-
-    BK fixes the order of accumulation, so equal arguments must always give equal blocks.
-    """
+    """Launch shape for weights [outputs, inner]: enough programs to fill the GPU, enough bytes in flight in each."""
+    if tile >= 64 and outputs >= 8_192:
+        return SQUARE
     if outputs >= 16_384:
         return WIDE
     if outputs >= 8_192:
@@ -43,11 +43,12 @@ def linear_kernel(
     BIASED: tl.constexpr,
     ADDED: tl.constexpr,
 ):
-    o_m = tl.arange(0, BM)
-    o_n = tl.program_id(0) * BN + tl.arange(0, BN)
+    # Tiles of rows are next to each other, so that all but the first find the weights in the L2 cache.
+    o_m = tl.program_id(0) * BM + tl.arange(0, BM)
+    o_n = tl.program_id(1) * BN + tl.arange(0, BN)
     o_k = tl.arange(0, BK)
     rows, outputs = o_m < M, o_n < N
-    p_x += o_m[:, None] * s_x + o_k[None, :]
+    p_x += o_m[:, None].to(tl.int64) * s_x + o_k[None, :]
     p_w += o_n[None, :].to(tl.int64) * s_w + o_k[:, None]
     acc = tl.zeros([BM, BN], tl.float32)
     for k in range(0, K, BK):

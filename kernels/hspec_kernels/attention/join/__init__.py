@@ -1,0 +1,1 @@
+"""The join of parts of an attention by their log-sum-exps."""
