@@ -108,7 +108,7 @@ class Run(Command):
             "--method",
             parser=choice("--method", tuple(METHODS)),
             metavar="METHOD",
-            help="auto (TriForce, plain decoding where that is faster), triforce or autoregressive.",
+            help="auto (what measures fastest: TriForce, its variants, plain decoding), triforce or autoregressive.",
         ),
     ] = "auto"
     levels: Annotated[
@@ -116,7 +116,7 @@ class Run(Command):
         level_option(
             "--levels",
             metavar="LEVELS",
-            help="The level stack itself, cheapest first: 'ngram > target(retrieval) > target(full)'.",
+            help="The level stack itself, cheapest first: 'ngram > target(retrieval:4096, w=nf4) > target(full)'.",
         ),
     ] = None
     rule: Annotated[

@@ -110,6 +110,20 @@ def table(report: Report) -> str:
         share = "-" if accepted is None else f"{accepted:.1%}"
         counts = (f"{number:,}" for number in (level.proposed, level.kept))
         rows.append((level.name, *counts, share, f"{level.passes:,}", f"{level.seconds:.2f}"))
+    return "\n\n".join([_aligned(rows), *([choices(report)] if report.choices else [])])
+
+
+def choices(report: Report) -> str:
+    """What there was to choose from, best first, at the widths and speeds that the run's measurements promise."""
+    rows: list[tuple[str, ...]] = [("levels to choose from", "widths", "ms/token", "rounds")]
+    for choice in report.choices:
+        widths = " ".join(map(str, choice.widths)) or "-"
+        rows.append((choice.stack, widths, f"{1e3 * choice.seconds:.2f}", f"{choice.rounds:,}"))
+    return _aligned(rows)
+
+
+def _aligned(rows: Sequence[tuple[str, ...]]) -> str:
+    """A table whose first column is words and whose others are numbers."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return "\n".join(
         "  ".join([row[0].ljust(widths[0]), *(c.rjust(w) for c, w in zip(row[1:], widths[1:], strict=True))])
@@ -150,6 +164,7 @@ def document(told: Told, notes: Sequence[str]) -> str:
             "min_p": job.sampling.min_p,
         },
         "levels": [_level(level, report) for level in report.levels],
+        "choices": [vars(choice) for choice in report.choices],
         "timings": _timings(told),
         "dtype": told.engine.dtype,
         "device": told.engine.device,
@@ -182,6 +197,7 @@ def _timings(told: Told) -> dict[str, float | None]:
     return {
         "load_seconds": told.load_seconds,
         "prefill_seconds": report.prefill_seconds,
+        "setup_seconds": report.setup_seconds,
         "decode_seconds": report.decode_seconds,
         "tokens_per_second": rate(report),
         "plain_seconds_per_token": report.plain_seconds,

@@ -19,10 +19,10 @@ from hspec_decoding.checkpoints import hub
 from hspec_decoding.checkpoints.checkpoint import Checkpoint
 from hspec_decoding.engine import Engine, Request, Settings
 from hspec_decoding.events import Emitted
-from hspec_decoding.levels import Draft
+from hspec_decoding.rules import Draft
 from hspec_decoding.sampling import Sampling
 from hspec_decoding.text.tokens import Tokenizer
-from hspec_decoding.tuner import Tuner
+from hspec_decoding.tuner import Plan, Tuner
 
 MODEL = "smollm2-135m"
 PLAIN = Settings(method="autoregressive", device="cpu")
@@ -55,20 +55,20 @@ def decode(settings: Settings, request: Request) -> list[int]:
     return [token for event in engine.generate(request) if isinstance(event, Emitted) for token in event.tokens]
 
 
-def restless(tuner: Tuner) -> Iterator[tuple[int, ...]]:
+def restless(tuner: Tuner) -> Iterator[Plan]:
     """Widths that change every round, over all depths of the stack."""
     levels, block = len(tuner.sequential), tuner.block
     while levels:
         for depth in range(levels + 1):
             for width in (1, 3, block):
-                yield tuple(min(block, width + level) for level in range(depth))
+                yield Plan(tuple(range(depth)), tuple(min(block, width + level) for level in range(depth)))
 
 
 def every_method_agrees(monkeypatch: pytest.MonkeyPatch, request: Request, dtype: str) -> None:
     """All stacks, at widths that never rest, give the text of plain decoding."""
     wanted = decode(replace(PLAIN, dtype=dtype), request)
-    plans: dict[int, Iterator[tuple[int, ...]]] = {}
-    monkeypatch.setattr(Tuner, "plan", lambda self: next(plans.setdefault(id(self), restless(self)), ()))
+    plans: dict[int, Iterator[Plan]] = {}
+    monkeypatch.setattr(Tuner, "plan", lambda self: next(plans.setdefault(id(self), restless(self)), Plan()))
     for stack in STACKS:
         plans.clear()
         assert decode(Settings(levels=stack, dtype=dtype, device="cpu"), request) == wanted, stack

@@ -14,7 +14,10 @@ from hspec_decoding.cache import KVStore
 from hspec_decoding.config import ModelConfig
 from hspec_decoding.engine import Engine, Request, Settings
 from hspec_decoding.events import Emitted, Finished
+from hspec_decoding.levels import ModelLevel
 from hspec_decoding.model import Decoder
+from hspec_decoding.rules import Draft
+from hspec_decoding.sampling import Sampling, choose
 from hspec_decoding.sequence import Text
 from hspec_decoding.stack import parse
 from hspec_decoding.views import FullView
@@ -110,7 +113,7 @@ def engine(
 ) -> Engine:
     """An engine that runs a stack as it is written."""
     options = Settings(levels=levels, **settings)
-    return Engine(target, draft, resolve(parse(levels), context, budget=None, keep=True), options, context)
+    return Engine(target, draft, [resolve(parse(levels), context, budget=None, keep=True)], options, context)
 
 
 def answers(engine: Engine, *requests: Request) -> list[tuple[list[int], str]]:
@@ -150,3 +153,13 @@ def scores(model: Decoder, tokens: Sequence[int], pieces: Sequence[int], bucket:
             view.held[0].extend(part)
             at += len(part)
     return torch.cat(found)
+
+
+def chosen_from_logits(
+    level: ModelLevel, texts: Sequence[Text], drafts: Sequence[Draft], sampling: Sampling
+) -> list[list[int]]:
+    """`choices` of a level that has only its own `logits`."""
+    return [
+        choose(rows, sampling, [text.key] * len(rows), range(len(text), len(text) + len(rows)))
+        for text, rows in zip(texts, level.logits(texts, drafts), strict=True)
+    ]

@@ -1,17 +1,21 @@
-"""From a stack as data to the levels that run it."""
+"""From stacks as data to the levels that run them."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from hspec_decoding.cache import KVStore
 from hspec_decoding.device import Shape
 from hspec_decoding.graphs import Graphs
-from hspec_decoding.levels import Level, ModelLevel, NGram, Target, Verified
+from hspec_decoding.levels import Level, ModelLevel, Target, Verified
 from hspec_decoding.model import Decoder
+from hspec_decoding.ngram import NGram
 from hspec_decoding.sparse import CHUNK, SELECT, SINKS, SparseView, Streaming
-from hspec_decoding.stack import LONGEST, PLAIN, Spec, Stack
-from hspec_decoding.views import FullView, View, WindowView
+from hspec_decoding.stack import LONGEST, Spec, Stack
+from hspec_decoding.tuner import Plan
+from hspec_decoding.views import FullView, InPlaceView, View, WindowView
+from hspec_kernels.attention import QuantizedKV
 from hspec_profiles.errors import UsageError
 
 WINDOW = 256  # tokens of a streaming view
@@ -19,14 +23,18 @@ LEAST_BUDGET, MOST_BUDGET, BUDGET_SHARE = 256, 4096, 8  # of a retrieval view: c
 
 
 def resolve(stack: Stack, context: int, *, budget: int | None, keep: bool) -> Stack:
-    """Fill in budgets. A retrieval level that would hold the whole context is left out unless `keep`."""
+    """Fill in budgets. A retrieval level that would hold the whole context is left out unless `keep`, or reads it in
+    place where its weights are a copy.
+    """
     filled = []
     for spec in stack:
         if spec.view == "retrieval":
             share = min(MOST_BUDGET, max(LEAST_BUDGET, context // BUDGET_SHARE // CHUNK * CHUNK))
             spec = _with_budget(spec, budget or share)
             if not keep and spec.budget is not None and spec.budget >= context:
-                continue
+                if not spec.weights:
+                    continue
+                spec = replace(spec, view="full", budget=None)
         elif spec.view == "streaming":
             spec = _with_budget(spec, WINDOW)
         filled.append(spec)
@@ -37,16 +45,22 @@ def _with_budget(spec: Spec, default: int) -> Spec:
     budget = spec.budget or default
     if budget < SINKS + CHUNK:
         raise UsageError(f"--budget must be at least {SINKS + CHUNK} tokens: {budget}")
-    return Spec(spec.name, spec.view, budget, spec.width)
+    return replace(spec, budget=budget)
 
 
 class Parts:
     """What outlives a request: weights, memory, captured graphs. Their contents mean nothing between requests."""
 
-    def __init__(self, target: Decoder, draft: Decoder | None) -> None:
+    def __init__(self, target: Decoder, draft: Decoder | None, quantized: Mapping[str, Decoder] | None = None) -> None:
+        """`quantized`: copies of the target in 4 bits that were made before, by format."""
         self.target, self.draft = target, draft
         self.stores: dict[str, KVStore] = {}
-        self.graphs = {id(d): Graphs(d) for d in (target, draft) if d and d.device.type == "cuda"}
+        self.prompts: dict[int, list[int]] = {}  # by slot of the target's store, the prompt last cached there
+        self.copies: dict[str, tuple[KVStore, list[QuantizedKV]]] = {}  # by format
+        self.quantized: dict[str, Decoder] = dict(quantized or {})
+        self.graphs: dict[int, Graphs] = {}
+        for decoder in (target, draft, *self.quantized.values()):
+            self._graph(decoder)
 
     def store(self, name: str, decoder: Decoder, sequences: int, capacity: int) -> KVStore:
         """Memory for keys and values of `capacity` tokens; what was made before is used while it is large enough."""
@@ -54,14 +68,40 @@ class Parts:
         if known is None or known.sequences < sequences or known.capacity < capacity:
             if known is not None:
                 self._forget_graphs()  # some were captured over this memory
+                self.prompts.clear()
             known = KVStore(decoder.config, sequences, capacity, dtype=decoder.dtype, device=decoder.device)
             self.stores[name] = known
         return known
 
+    def copy(self, form: str, store: KVStore) -> list[QuantizedKV]:
+        """Memory, by layer, for a copy of a store's keys and values in few bits."""
+        known = self.copies.get(form)
+        if known is None or known[0] is not store:
+            bits = {"int4": 4, "int8": 8}[form]
+            size, heads, slots, dim = store.keys[0].shape
+            copies = [QuantizedKV(size, heads, slots, dim, bits, keys.dtype, keys.device) for keys in store.keys]
+            self.copies[form] = known = store, copies
+        return known[1]
+
+    def weights(self, form: str | None) -> Decoder:
+        """The target, in its own precision or in a format of 4 bits."""
+        if form is None:
+            return self.target
+        if form not in self.quantized:
+            self.quantized[form] = self.target.quantized(form)
+            self._graph(self.quantized[form])
+        return self.quantized[form]
+
     def forget(self) -> None:
         """Drop all memory, with the graphs that were captured over it."""
         self.stores.clear()
+        self.copies.clear()
+        self.prompts.clear()
         self._forget_graphs()
+
+    def _graph(self, decoder: Decoder | None) -> None:
+        if decoder is not None and decoder.device.type == "cuda":
+            self.graphs[id(decoder)] = Graphs(decoder)
 
     def _forget_graphs(self) -> None:
         for graphs in self.graphs.values():
@@ -72,42 +112,76 @@ class Parts:
         return ModelLevel(name, decoder, view, self.graphs.get(id(decoder)))
 
 
-def build_levels(
-    stack: Stack, parts: Parts, *, context: int, sequences: int, select: str, shape: Shape | None
-) -> tuple[Target, list[Level]]:
-    """The target and the levels that propose to it, each checked by the next, with fresh state.
+@dataclass(frozen=True)
+class Levels:
+    """What stacks are made of: each proposing level once, however many stacks it is part of."""
 
-    `context`: tokens of a sequence; `shape` None drops the fixed shape.
+    last: Target
+    proposers: list[Level]
+    fixed: list[int | None]  # per proposer: the width that the user set
+    chains: list[tuple[int, ...]]  # per stack: its proposers, cheapest first
+
+    def stacked(self, plan: Plan) -> Level:
+        """The levels of a plan as one, each checked by the next."""
+        level = self.proposers[plan.levels[0]]
+        for n in plan.levels[1:]:
+            model = self.proposers[n]
+            assert isinstance(model, ModelLevel)
+            level = Verified(level, model)
+        return level
+
+
+def build_levels(
+    stacks: Sequence[Stack],
+    parts: Parts,
+    *,
+    context: int,
+    sequences: int,
+    select: str,
+    shape: Shape | None,
+    gamma: int | None = None,
+) -> Levels:
+    """The target and the levels that propose to it, with fresh state.
+
+    `context`: tokens of a sequence; `shape` None drops the fixed shape; `gamma`: the width of levels under the target.
     """
     target = parts.target
-    bucket, spare = (shape.bucket, shape.rows) if shape else (1, 2 * LONGEST)
-    store = parts.store("target", target, sequences, -(-context // bucket) * bucket + spare)
+    bucket, spare = (shape.bucket, shape.rows) if shape else (1, 0)
+    # Behind the context there is room for a block that ends there, and for what middle levels speculate.
+    store = parts.store("target", target, sequences, -(-context // bucket) * bucket + max(spare, 3 * LONGEST))
     full = FullView(target.config, store, sequences, bucket)
-    proposers: list[Level] = []
-    for place, spec in enumerate(stack[: -len(PLAIN)]):
-        if spec.name == "ngram":
-            proposers.append(NGram(target.vocabulary, sequences))
-            continue
-        make = _sparse_level if spec.name == "target" else _draft_level
-        model = make(spec, parts, f"level {place}", full, select)
-        proposers.append(Verified(proposers[-1], model) if proposers else model)
-    return Target(target, full, shape.rows if shape else None, parts.graphs.get(id(target))), proposers
+    last = Target(target, full, shape, parts.graphs.get(id(target)))
+    named = [_named(stack[:-1]) for stack in stacks]
+    places = {name: n for n, name in enumerate(dict.fromkeys(name for names in named for name in names))}
+    made = [_level(spec, time, parts, full, select) for spec, time in places]
+    tops = {names[-1] for names in named if names}
+    fixed = [gamma if gamma and name in tops else name[0].width for name in places]
+    return Levels(last, made, fixed, [tuple(places[name] for name in names) for names in named])
 
 
-def _sparse_level(spec: Spec, parts: Parts, store: str, full: FullView, select: str) -> ModelLevel:
-    """The target over part of its own cache."""
-    sequences = len(full.held)
-    budget, target = spec.budget or WINDOW, parts.target
+def _named(specs: Sequence[Spec]) -> list[tuple[Spec, int]]:
+    """Each level with how many of its kind stand before it: stacks share a level, but none has it twice."""
+    return [(spec, specs[:place].count(spec)) for place, spec in enumerate(specs)]
+
+
+def _level(spec: Spec, time: int, parts: Parts, full: FullView, select: str) -> Level:
+    """One proposing level, the `time`-th of its kind, with memory of its own."""
+    name, sequences = str(replace(spec, width=None)), len(full.held)
+    memory = f"{spec}, {time}"
+    if spec.name == "ngram":
+        return NGram(parts.target.vocabulary, sequences)
+    if spec.name == "draft":
+        if parts.draft is None:
+            raise UsageError("this stack has a `draft` level and no draft model was given", "name one: `--draft-model`")
+        return parts.level(name, parts.draft, draft_window(spec, parts, memory, sequences))
+    target, model = parts.target, parts.weights(spec.weights)
+    if spec.view == "full":
+        copies = parts.copy(spec.kv, full.store) if spec.kv else None
+        return parts.level(name, model, InPlaceView(target.config, full, copies, sequences))
+    budget = spec.budget or WINDOW
     rule = Streaming() if spec.view == "streaming" else SELECT[select]()
-    copy = parts.store(store, target, sequences, budget + CHUNK + 3 * LONGEST)
-    return parts.level(str(spec), target, SparseView(target.config, full, copy, sequences, budget, rule))
-
-
-def _draft_level(spec: Spec, parts: Parts, store: str, full: FullView, select: str) -> ModelLevel:  # noqa: ARG001
-    """The draft model over its own window."""
-    if parts.draft is None:
-        raise UsageError("this stack has a `draft` level and no draft model was given", "name one: `--draft-model`")
-    return parts.level(str(spec), parts.draft, draft_window(spec, parts, store, len(full.held)))
+    copy = parts.store(memory, target, sequences, budget + CHUNK + 3 * LONGEST)
+    return parts.level(name, model, SparseView(target.config, full, copy, sequences, budget, rule))
 
 
 def draft_window(spec: Spec, parts: Parts, store: str, sequences: int) -> WindowView:
@@ -117,11 +191,3 @@ def draft_window(spec: Spec, parts: Parts, store: str, sequences: int) -> Window
     window = min(spec.budget or WINDOW, draft.config.context // 2)
     memory = parts.store(store, draft, sequences, 2 * window + 2 * LONGEST)
     return WindowView(draft.config, memory, sequences, sinks=SINKS, recent=window - SINKS, capacity=2 * window)
-
-
-def fixed_widths(stack: Sequence[Spec], gamma: int | None) -> list[int | None]:
-    """Widths that the user set, by proposing level; `--gamma` is that of the level under the target."""
-    widths = [spec.width for spec in stack[:-1]]
-    if gamma is not None and widths:
-        widths[-1] = gamma
-    return widths

@@ -16,14 +16,27 @@ SHORT = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
 @dataclass(frozen=True)
 class Shape:
-    """The fixed shape of the last verifier's pass: rows of a block, and the slots its attention is rounded up to."""
+    """The shape of the last verifier's pass: rows of a block, and the slots its attention is rounded up to.
+
+    Where a row's bits depend on the number of rows, blocks are padded to always as many.
+    """
 
     rows: int
     bucket: int
+    padded: bool = True
 
 
 CPU_SHAPE = Shape(rows=8, bucket=256)
-GPU_SHAPE = Shape(rows=16, bucket=1)  # the kernels' tiles stand at absolute positions by themselves
+# On a GPU the kernels' tiles stand at absolute positions by themselves, and in 16 bits up to 32 rows add up in one
+# order. Products in float32 are cuBLAS's, which chooses by the rows.
+GPU_SHAPE, GPU_SHAPE_FLOAT32 = Shape(rows=32, bucket=1, padded=False), Shape(rows=16, bucket=1)
+
+
+def exact_shape(device: torch.device, dtype: torch.dtype) -> Shape:
+    """The shape in which a position's result is the same to the bit whatever is drafted around it."""
+    if device.type == "cpu":
+        return CPU_SHAPE
+    return GPU_SHAPE_FLOAT32 if dtype.itemsize > 2 else GPU_SHAPE
 
 
 def pick_device(name: str, notes: list[str]) -> torch.device:

@@ -6,25 +6,25 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from operator import itemgetter
 
-import torch
-from torch import Tensor
-
-from hspec_decoding.build import Parts, build_levels, fixed_widths
+from hspec_decoding.build import Parts, build_levels
 from hspec_decoding.checkpoints.checkpoint import Checkpoint
-from hspec_decoding.device import CPU_SHAPE, GPU_SHAPE, pick_device, pick_dtype
-from hspec_decoding.events import Emitted, Event, Finished, LevelReport, Prefilled, Reason, Report, Round
-from hspec_decoding.levels import Chooser, Coupled, Draft, Rejection, Tally, count
-from hspec_decoding.load import check_memory, choose_stack, load_decoder
+from hspec_decoding.device import exact_shape, pick_device, pick_dtype
+from hspec_decoding.events import Choice, Emitted, Event, Finished, LevelReport, Prefilled, Reason, Report, Round
+from hspec_decoding.levels import ModelLevel, Tally, count
+from hspec_decoding.load import affordable, check_memory, choose_stacks, load_decoder, worthwhile
 from hspec_decoding.model import Decoder
 from hspec_decoding.options import Request, Settings
+from hspec_decoding.rules import Chooser, Coupled, Draft, NonFinite, Rejection
 from hspec_decoding.sampling import SeededDraws
 from hspec_decoding.sequence import Text
 from hspec_decoding.stack import LONGEST, Stack, written
-from hspec_decoding.tuner import Tuner, Used
+from hspec_decoding.tuner import Average, Plan, Tuner, Used
 from hspec_profiles.errors import HspecError, UsageError
 
-PREFILL = 512  # tokens of a prefill chunk
+PREFILL = {"cpu": 512, "cuda": 4096}  # tokens of a prefill chunk
+BURST = 8  # tokens that plain decoding makes on a GPU before the host looks at them
 
 __all__ = ["Engine", "Request", "Settings"]
 
@@ -58,15 +58,26 @@ class _Run:
 class Engine:
     """A target and perhaps a draft in memory, and the stack of levels that they decode with."""
 
-    def __init__(self, target: Decoder, draft: Decoder | None, stack: Stack, settings: Settings, context: int) -> None:
-        """`context`: tokens of a sequence, prompt and generated together, that there is room for."""
+    def __init__(
+        self,
+        target: Decoder,
+        draft: Decoder | None,
+        stacks: Sequence[Stack],
+        settings: Settings,
+        context: int,
+        parts: Parts | None = None,
+    ) -> None:
+        """`stacks`: what the engine chooses between as it measures them. `context`: tokens of a sequence, prompt and
+        generated together, that there is room for.
+        """
         self.target, self.draft, self.settings, self.context = target, draft, settings, context
-        self.parts = Parts(target, draft)
-        self.specs, self.stack = stack, written(stack)
+        self.parts = parts or Parts(target, draft)
+        self.stacks, self.stack = stacks, " or ".join(map(written, stacks))
         self.device, self.dtype = str(target.device), str(target.dtype).removeprefix("torch.")
         self.notes: list[str] = []
-        shape = GPU_SHAPE if target.device.type == "cuda" else CPU_SHAPE
-        self.shape = shape if settings.exact else None
+        self.shape = exact_shape(target.device, target.dtype) if settings.exact else None
+        for spec in {spec for stack in stacks for spec in stack}:
+            self.parts.weights(spec.weights)  # so that no answer waits for it
 
     @classmethod
     def load(
@@ -83,19 +94,30 @@ class Engine:
         `vocabulary`: ids that the tokenizer knows, all that are ever produced; models whose embeddings are padded
         differently can then serve each other. `progress` is told (layers read, layers) of the target.
         """
-        stack = choose_stack(settings, context, draft=draft is not None)
         notes: list[str] = []
         device = pick_device(settings.device, notes)
         dtype = pick_dtype(settings.dtype, device)
-        if not any(spec.name == "draft" for spec in stack):
+        stacks = choose_stacks(settings, context, draft=draft is not None, gpu=device.type == "cuda")
+        if not any(spec.name == "draft" for stack in stacks for spec in stack):
             draft = None
-        check_memory([c.config for c in (target, draft) if c], context, dtype, device)
+        models = [checkpoint.config for checkpoint in (target, draft) if checkpoint]
+        room = check_memory(models, context, dtype, device)
+        if len(stacks) > 1:
+            stacks = affordable(worthwhile(stacks, models[0], context, dtype), models[0], context, dtype, room)
         vocabulary = min(target.config.vocab_size, vocabulary or target.config.vocab_size)
         load = partial(load_decoder, dtype=dtype, device=device, context=context, vocabulary=vocabulary)
         small, large = load(draft) if draft else None, load(target, progress=progress)
-        engine = cls(large, small, stack, settings, context)
+        engine = cls(large, small, stacks, settings, context)
         engine.notes = notes
         return engine
+
+    def variant(self, settings: Settings) -> Engine:
+        """The same weights in the same memory run in another way. Only one of the two may be at work at a time."""
+        gpu = self.target.device.type == "cuda"
+        stacks = choose_stacks(settings, self.context, draft=self.draft is not None, gpu=gpu)
+        if len(stacks) > 1:
+            stacks = worthwhile(stacks, self.target.config, self.context, self.target.dtype)
+        return Engine(self.target, self.draft, stacks, settings, self.context, self.parts)
 
     def generate(self, *requests: Request) -> Iterator[Event]:
         """Decode prompts of at least one token each, until every sequence is finished.
@@ -105,6 +127,7 @@ class Engine:
         self._begin(requests)
         for run in self.runs:
             yield from self._prefill(run)
+        self._rehearse()
         while active := [run for run in self.runs if not run.finished]:
             started = time.perf_counter()
             events = self._round(active)
@@ -114,27 +137,49 @@ class Engine:
     def report(self) -> Report:
         """Numbers of the running or last `generate`."""
         plain = self.tuner.target.get(0)
+        several = len(self.stacks) > 1
+        proposers = [level for level in self.levels.proposers if level.tally.passes or not several]
         return Report(
             prompt_tokens=sum(len(run.request.prompt) for run in self.runs),
             generated_tokens=sum(run.generated for run in self.runs),
             prefill_seconds=self.prefill_seconds,
+            setup_seconds=self.setup_seconds,
             decode_seconds=self.decode_seconds,
-            levels=tuple(LevelReport(level.name, **vars(level.tally)) for level in (*self.proposers, self.last)),
-            stack=self.stack,
+            levels=tuple(LevelReport(level.name, **vars(level.tally)) for level in (*proposers, self.last)),
+            stack=self._most_used() if several else self.stack,
             seed=self.runs[0].request.sampling.seed,
             note=self._note(),
             plain_seconds=plain.mean if plain else None,
+            choices=self._choices() if several else (),
         )
 
     def _note(self) -> str | None:
         """Whether plain decoding took over, in one sentence."""
         tuner = self.tuner
-        if not self.proposers or not tuner.fell_back:
+        if not self.levels.proposers or not tuner.fell_back:
             return None
         return (
             f"speculation measured slower than plain decoding ({1e3 * tuner.plain_seconds:.1f} ms a token): "
             f"{tuner.plain_rounds} of {tuner.rounds} rounds were plain"
         )
+
+    def _most_used(self) -> str:
+        used = self.tuner.used
+        return self._written(max(used.items(), key=itemgetter(1), default=((), 0))[0])
+
+    def _choices(self) -> tuple[Choice, ...]:
+        """What the measurements promise of every stack, best first."""
+        tuner = self.tuner
+        if 0 not in tuner.target:
+            return ()
+        plans = sorted([Plan(), *tuner.choices()], key=tuner.rate, reverse=True)
+        return tuple(
+            Choice(self._written(plan.levels), plan.widths, 1 / tuner.rate(plan), tuner.used.get(plan.levels, 0))
+            for plan in plans
+        )
+
+    def _written(self, levels: Sequence[int]) -> str:
+        return " > ".join(level.name for level in (*(self.levels.proposers[n] for n in levels), self.last))
 
     def _begin(self, requests: Sequence[Request]) -> None:
         """Fresh state: nothing of an earlier call remains but its memory."""
@@ -142,24 +187,27 @@ class Engine:
         sampling = requests[0].sampling
         if any(request.sampling != sampling for request in requests):
             raise UsageError("the sequences of one batch must share their sampling options")
-        self.last, self.proposers = build_levels(
-            self.specs,
+        self.levels = build_levels(
+            self.stacks,
             self.parts,
             context=self.context,
             sequences=len(requests),
             select=self.settings.select,
             shape=self.shape,
+            gamma=self.settings.gamma,
         )
+        self.last = self.levels.last
         self.by: Chooser = Coupled(sampling)
         if self.settings.rule == "rejection":
             self.by = Rejection(sampling, {r.text.slot: SeededDraws(sampling.seed, r.text.key) for r in self.runs})
         self.tuner = Tuner(
-            sequential=[level.sequential for level in self.proposers],
-            fixed=fixed_widths(self.specs, self.settings.gamma),
+            sequential=[level.sequential for level in self.levels.proposers],
+            fixed=self.levels.fixed,
             block=self.shape.rows - 1 if self.shape else LONGEST,
             adapt=self.settings.adapt,
+            chains=self.levels.chains,
         )
-        self.prefill_seconds = self.decode_seconds = 0.0
+        self.prefill_seconds = self.setup_seconds = self.decode_seconds = 0.0
 
     def _run(self, slot: int, request: Request) -> _Run:
         room = self.context - len(request.prompt)
@@ -171,47 +219,98 @@ class Engine:
         return _Run(request, text, min(request.max_tokens, room))
 
     def _prefill(self, run: _Run) -> Iterator[Event]:
-        total = len(run.request.prompt)
+        total, chunk = len(run.request.prompt), PREFILL[self.target.device.type]
         started = time.perf_counter()
-        for done in self.last.prefill(run.text, PREFILL):
+        self._recall(run.text, chunk)
+        for done in self.last.prefill(run.text, chunk):
             self.prefill_seconds += time.perf_counter() - started
             yield Prefilled(done, total, run.request.sequence)
             started = time.perf_counter()
+        self.parts.prompts[run.text.slot] = list(run.text.tokens)
+        for level in self.levels.proposers:
+            level.read(run.text)
+        self.target.finish()
+        self.prefill_seconds += time.perf_counter() - started
         yield Prefilled(total, total, run.request.sequence)
 
+    def _recall(self, text: Text, chunk: int) -> None:
+        """Count as cached what an earlier request left of the same beginning: whole chunks of its prompt, so that
+        what is computed anew is computed in the same shapes; and never the last one, which selections look at.
+        """
+        known = self.parts.prompts.pop(text.slot, [])
+        same = next((i for i, (a, b) in enumerate(zip(known, text.tokens, strict=False)) if a != b), len(known))
+        kept = max(0, min(same, len(known) - 1, len(text) - 2) // chunk * chunk)
+        self.last.view.fed(text, text.tokens[:kept])
+
+    def _rehearse(self) -> None:
+        """Capture the passes that decoding will mostly replay, and tell the tuner how long they take."""
+        started = time.perf_counter()
+        texts = [run.text for run in self.runs]
+        for rows in (1, 4, 16, 32) if self.levels.proposers and not self.last.rows else (1,):
+            seconds = self.last.rehearse(texts, rows)
+            if seconds is not None:
+                self.tuner.target[rows - 1] = Average(seconds, 1)
+        for n, level in enumerate(self.levels.proposers):
+            if isinstance(level, ModelLevel):
+                first = any(chain[0] == n for chain in self.levels.chains)
+                for rows in (4, 1) if first else (16, 4):
+                    seconds = level.rehearse(texts, rows)
+                if seconds is not None:
+                    self.tuner.cost[n] = Average(seconds, 1)
+            elif self.last.graphs:
+                self.tuner.cost[n] = Average(0.0, 1)
+        self.setup_seconds = time.perf_counter() - started
+
     def _round(self, active: Sequence[_Run]) -> list[Event]:
-        """One pass of the target over what the levels below it propose."""
+        """One pass of the target over what the levels below it propose, or several of its own."""
+        plan = self.tuner.plan()
+        try:
+            if not plan.levels and self.last.graphs and isinstance(self.by, Coupled):
+                return self._burst(active)
+            return self._speculate(active, plan)
+        except NonFinite:
+            raise self._non_finite() from None
+
+    def _burst(self, active: Sequence[_Run]) -> list[Event]:
+        """Plain decoding without waiting for each token."""
+        started = time.perf_counter()
+        length = min(BURST, *(run.limit - run.generated for run in active))
+        texts = [run.text for run in active]
+        drafts = self.last.propose(texts, [length] * len(active), [length], self.by)
+        events = [event for run, draft in zip(active, drafts, strict=True) for event in self._emit(run, draft)]
+        seconds = (time.perf_counter() - started) / length
+        for _ in range(length):
+            self.tuner.learn(Plan(), [], 0, seconds)
+        return [*events, *[Round(0, 0, (), seconds)] * length]
+
+    def _speculate(self, active: Sequence[_Run], plan: Plan) -> list[Event]:
         started = time.perf_counter()
         texts = [run.text for run in active]
-        widths = self.tuner.plan()
-        proposers = self.proposers[: len(widths)]
+        proposers = [self.levels.proposers[n] for n in plan.levels]
         before = [replace(level.tally) for level in proposers]
         limits = [min(self.last.room(run.text), run.limit - run.generated - 1) for run in active]
         drafts = [Draft([]) for _ in active]
         if proposers:
-            drafts = proposers[-1].propose(texts, limits, widths, self.by)
+            drafts = self.levels.stacked(plan).propose(texts, limits, plan.widths, self.by)
         checked, target_seconds = self._verify(texts, drafts)
         if proposers:
             count(proposers[-1].tally, drafts, checked)
         events = [event for run, result in zip(active, checked, strict=True) for event in self._emit(run, result)]
         used = [_used(old, level.tally) for old, level in zip(before, proposers, strict=True)]
-        drafted = 0 if self.shape else max(len(draft.tokens) for draft in drafts)
-        self.tuner.learn(widths, used, drafted, target_seconds)
+        drafted = 0 if self.last.rows else max(len(draft.tokens) for draft in drafts)
+        self.tuner.learn(plan, used, drafted, target_seconds)
         proposed, kept = sum(len(draft.tokens) for draft in drafts), sum(len(result.tokens) - 1 for result in checked)
-        return [*events, Round(proposed, kept, widths, time.perf_counter() - started)]
+        return [*events, Round(proposed, kept, plan.widths, time.perf_counter() - started)]
 
     def _verify(self, texts: Sequence[Text], drafts: list[Draft]) -> tuple[list[Draft], float]:
-        """What the target makes of the drafts, and its seconds."""
+        """What the target makes of the drafts, and its seconds. Raises NonFinite."""
         before = self.last.tally.seconds
-        logits = self.last.logits(texts, drafts)
-        with self.last.tally.timed():
-            if any(draft.tokens for draft in drafts) and not _finite(logits):
-                # A drafted token may be one whose weights are broken, and no part of the text.
-                drafts[:] = [Draft([]) for _ in drafts]
-                logits = self.last.logits(texts, drafts)
-            if not _finite(logits):
-                raise self._non_finite()
-            checked = self.by.check(texts, drafts, logits)
+        try:
+            checked = self.by.check(texts, drafts, self.last)
+        except NonFinite:
+            # A drafted token may be one whose weights are broken, and no part of the text.
+            drafts[:] = [Draft([]) for _ in drafts]
+            checked = self.by.check(texts, drafts, self.last)
         return checked, self.last.tally.seconds - before
 
     def _emit(self, run: _Run, result: Draft) -> Iterator[Event]:
@@ -231,10 +330,6 @@ class Engine:
             + (f": {culprit} holds NaN or infinite weights" if culprit else f" in {self.dtype}"),
             "check the checkpoint" if culprit else "try `--dtype float32`",
         )
-
-
-def _finite(logits: Sequence[Tensor]) -> bool:
-    return all(bool(torch.isfinite(rows.sum())) for rows in logits)
 
 
 def _used(before: Tally, after: Tally) -> Used:

@@ -59,6 +59,16 @@ class LevelReport:
 
 
 @dataclass(frozen=True)
+class Choice:
+    """One of the stacks that an engine could use: seconds a token at its best widths, as measured, and its rounds."""
+
+    stack: str
+    widths: tuple[int, ...]
+    seconds: float
+    rounds: int
+
+
+@dataclass(frozen=True)
 class Report:
     """A run in numbers. Levels cheapest first, the target last; seconds are wall time."""
 
@@ -71,6 +81,8 @@ class Report:
     seed: int
     note: str | None = None  # a fall-back, in one sentence
     plain_seconds: float | None = None  # of one token decoded without speculation, where it was measured
+    setup_seconds: float = 0.0  # between prompt and first token, where passes are captured and timed
+    choices: tuple[Choice, ...] = ()  # where several stacks were to choose from, best first
 
     @property
     def target_passes(self) -> int:

@@ -1,29 +1,71 @@
-"""CUDA graphs: a pass of a fixed shape, captured once and replayed with new tokens, positions and lengths."""
+"""CUDA graphs: a pass of a fixed shape, captured once and replayed with new tokens, positions, lengths and sampling."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from hspec_decoding.model import Decoder
-from hspec_decoding.views import Layout, Pass
+from hspec_decoding.sampling import Sampling
+from hspec_decoding.views import Layout, Pass, Recorded
 from hspec_kernels.attention import SPLIT
+from hspec_kernels.sample import choose, stream
 
 Key = tuple[object, ...]
+NOISE = 2  # rows of a pass's input that say which noise its rows are drawn with
+
+
+@dataclass
+class Clock:
+    """Seconds to leave out of a measurement: what is done once and never again."""
+
+    left_out: float = 0.0
 
 
 @dataclass(frozen=True)
-class _Captured:
-    """One graph with the tensors that it reads and writes."""
+class Noise:
+    """How the rows of a pass are sampled: sequence b, keyed `keys[b]`, has row 0 choose the token at `after[b]`."""
 
-    graph: torch.cuda.CUDAGraph
-    inputs: Tensor  # int64 [2 + windows + rows, B]: the layout's numbers, then the tokens
+    sampling: Sampling
+    keys: Sequence[int]
+    after: Sequence[int]
+
+    @property
+    def numbers(self) -> list[list[int]]:
+        """[NOISE, B]"""
+        return [[stream(self.sampling.seed, key) for key in self.keys], list(self.after)]
+
+
+class Graph(Protocol):
+    """Something that was captured."""
+
+    def replay(self) -> None:
+        """Do it again."""
+        ...
+
+
+@dataclass(frozen=True)
+class Results:
+    """What a pass gives; of a captured one, valid until its next replay."""
+
     logits: Tensor  # float32 [B, rows, vocabulary]
-    queries: list[Tensor] | None
+    chosen: Tensor  # int64 [B, rows], -1 where logits are no numbers
+    recorded: list[Recorded] | None
+
+
+@dataclass(frozen=True)
+class Captured:
+    """One graph with the tensors that it writes and reads."""
+
+    graph: Graph
+    results: Results
+    inputs: Tensor  # int64 [2 + windows + NOISE + rows, B]: the layout's numbers, the noise's, then the tokens
 
 
 class Graphs:
@@ -31,61 +73,104 @@ class Graphs:
 
     def __init__(self, decoder: Decoder) -> None:
         self.decoder = decoder
-        self.captured: dict[Key, _Captured] = {}
+        self.captured: dict[Key, Captured] = {}
+        self.last: Captured | None = None  # replayed last
+        self.sampling: Sampling | None = None
+        self.options = torch.zeros(4, device=decoder.device)
 
-    def prepare(self, tokens: Sequence[Sequence[int]], memory: Pass) -> float:
-        """Capture the graph of a pass where there is none yet; the seconds that took."""
-        started = time.perf_counter()
-        layout = _rounded(memory.layout)
-        key = _key(memory, layout)
-        if key in self.captured:
-            return 0.0
-        self.captured[key] = self._capture(_numbers(layout, tokens), memory, layout)
-        self.decoder.finish()
-        return time.perf_counter() - started
-
-    def logits(self, tokens: Sequence[Sequence[int]], memory: Pass) -> Tensor:
-        """Logits [B, rows, vocabulary] of a prepared pass, valid until the next one of its shape."""
-        layout = _rounded(memory.layout)
-        captured = self.captured[_key(memory, layout)]
-        captured.inputs.copy_(_numbers(layout, tokens))
+    def replay(self, tokens: Sequence[Sequence[int]], memory: Pass, noise: Noise, clock: Clock) -> Results:
+        """Run a pass of `tokens` [B, rows]."""
+        self._sample_by(noise.sampling)
+        layout = rounded(memory.layout)
+        numbers = torch.tensor([*layout.numbers, *noise.numbers, *map(list, zip(*tokens, strict=True))])
+        captured = self._ready(lambda: numbers, memory, layout, clock)
+        captured.inputs.copy_(numbers, non_blocking=True)
         captured.graph.replay()
-        if memory.queries is not None and captured.queries is not None:
-            memory.queries[:] = captured.queries
-        return captured.logits
+        return captured.results
 
-    def _capture(self, numbers: Tensor, memory: Pass, layout: Layout) -> _Captured:
-        inputs = numbers.to(self.decoder.device)
-        first_token = len(layout.numbers)
+    def chain(
+        self,
+        tokens: Sequence[Sequence[int]],
+        memory: Pass,
+        noise: Noise,
+        fed: Sequence[int],
+        steps: int,
+        clock: Clock,
+    ) -> Tensor:
+        """A pass of `tokens`, of which sequence b's first `fed[b]` count, and after it `steps - 1` of the token that
+        was chosen last; all that were chosen, [steps, B].
+        """
+        # Rows that fill up a block are repetitions: those of the steps too, whatever the block has room for.
+        rows = memory.layout.rows if memory.layout.padded else 1
+        after = [at + n for at, n in zip(noise.after, fed, strict=True)]
+        layout = memory.layout.behind(fed, rows)
+        last = torch.tensor([n - 1 for n in fed])[:, None].to(self.decoder.device)
+        chosen = [self.replay(tokens, memory, noise, clock).chosen.gather(1, last)[:, 0]]
+        for step in range(steps - 1):
+            stepped = rounded(layout.behind([step] * len(fed), rows))
+            drawn = replace(noise, after=[at + step for at in after])
+            numbers = torch.tensor([*stepped.numbers, *drawn.numbers])
+            token = chosen[-1].clamp(min=0).expand(rows, -1)
+            one = memory.moved(stepped)
+            captured = self._ready(partial(_joined, numbers, token), one, stepped, clock)
+            captured.inputs[: len(numbers)].copy_(numbers, non_blocking=True)
+            captured.inputs[len(numbers) :] = token
+            captured.graph.replay()
+            chosen.append(captured.results.chosen[:, 0].clone())
+        return torch.stack(chosen)
 
-        def run() -> tuple[Tensor, list[Tensor] | None]:
-            static = Pass(memory.config, memory.store, layout, windowed=memory.windowed)
-            static.numbers = inputs[:first_token]
-            static.queries = None if memory.queries is None else []
-            hidden = self.decoder.forward(inputs[first_token:].T, static)
-            return self.decoder.logits(hidden), static.queries
+    def _sample_by(self, sampling: Sampling) -> None:
+        if sampling != self.sampling:
+            self.sampling = sampling
+            self.options.copy_(sampling.options)
 
-        side = torch.cuda.Stream(self.decoder.device)  # type: ignore[no-untyped-call]
-        side.wait_stream(torch.cuda.current_stream(self.decoder.device))
-        with torch.cuda.stream(side):
-            run()  # compiles the kernels; writes what the replay will write again
-        torch.cuda.current_stream(self.decoder.device).wait_stream(side)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            logits, queries = run()
-        return _Captured(graph, inputs, logits, queries)
+    def _ready(self, numbers: Callable[[], Tensor], memory: Pass, layout: Layout, clock: Clock) -> Captured:
+        """The graph of a pass, captured now where there is none yet."""
+        key = (memory.key, len(layout.slots), layout.rows, str(layout.extent))
+        if key not in self.captured:
+            started = time.perf_counter()
+            self.captured[key] = self._capture(numbers().to(self.decoder.device), memory, layout)
+            self.decoder.finish()
+            clock.left_out += time.perf_counter() - started
+        self.last = self.captured[key]
+        if memory.recorded is not None:
+            memory.recorded[:] = self.last.results.recorded or []
+        return self.last
+
+    def _capture(self, inputs: Tensor, memory: Pass, layout: Layout) -> Captured:
+        said = len(layout.numbers)
+
+        def run() -> Results:
+            static = memory.moved(layout)
+            static.numbers = inputs[:said]
+            hidden = self.decoder.forward(inputs[said + NOISE :].T, static)
+            logits = self.decoder.logits(hidden)
+            streams = inputs[said, :, None].expand(-1, layout.rows).reshape(-1)
+            positions = inputs[said + 1, :, None] + torch.arange(layout.rows, device=inputs.device)
+            chosen = choose(logits.flatten(0, 1), self.options, streams, positions.reshape(-1))
+            return Results(logits, chosen.view(-1, layout.rows), static.recorded)
+
+        return Captured(*_recorded(run, self.decoder.device), inputs)
 
 
-def _key(memory: Pass, layout: Layout) -> Key:
-    return (memory.store, len(layout.slots), layout.rows, str(layout.extent), memory.queries is None)
+def _recorded(run: Callable[[], Results], device: torch.device) -> tuple[Graph, Results]:
+    """A graph that does what `run` does, and the tensors that its replays write."""
+    side = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    side.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(side):
+        run()  # compiles the kernels; writes what the replay will write again
+    torch.cuda.current_stream(device).wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.inference_mode(), torch.cuda.graph(graph):
+        results = run()
+    return graph, results
 
 
-def _numbers(layout: Layout, tokens: Sequence[Sequence[int]]) -> Tensor:
-    """A captured pass's input [2 + windows + rows, B]."""
-    return torch.tensor([*layout.numbers, *map(list, zip(*tokens, strict=True))])
+def _joined(numbers: Tensor, tokens: Tensor) -> Tensor:
+    return torch.cat((numbers.to(tokens.device), tokens))
 
 
-def _rounded(layout: Layout) -> Layout:
+def rounded(layout: Layout) -> Layout:
     """The layout with its extents rounded up to few different ones: a bound costs nothing, a capture does."""
     extent = {
         window: [SPLIT << max(0, -(-max(ends) // SPLIT) - 1).bit_length()] * len(ends)

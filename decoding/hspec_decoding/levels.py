@@ -1,6 +1,6 @@
 """Levels: what proposes tokens after a text. A level checked by a verifier is again a level.
 
-NGram, ModelLevel        propose by themselves
+ModelLevel               proposes by itself, as does NGram (ngram.py)
 Verified(level, model)   proposes what `model` makes of the level's proposals
 """
 
@@ -9,28 +9,21 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from hspec_decoding.graphs import Graphs
+from hspec_decoding.device import Shape
+from hspec_decoding.graphs import Clock, Graphs, Noise
 from hspec_decoding.model import Decoder
-from hspec_decoding.sampling import Draws, Sampling, accept, agree, choose, probabilities
+from hspec_decoding.rules import Chooser, Coupled, Draft, NonFinite
+from hspec_decoding.sampling import Sampling, choose
 from hspec_decoding.sequence import Text, speculating
 from hspec_decoding.stack import LONGEST
 from hspec_decoding.views import FullView, Pass, View
 from hspec_kernels.attention import PACKED
-from hspec_kernels.shapes import power_of_two
-
-
-@dataclass
-class Draft:
-    """Tokens proposed after a text; under the rejection rule `laws[i]` [V] is the law that token i was drawn from."""
-
-    tokens: list[int]
-    laws: list[Tensor] = field(default_factory=list)
 
 
 @dataclass
@@ -54,66 +47,16 @@ class Tally:
         self.seconds += time.perf_counter() - started
 
 
-class Chooser(Protocol):
-    """How tokens are drawn and checked: one of the two rules, with its randomness."""
-
-    def draw(self, texts: Sequence[Text], logits: Tensor) -> list[Draft]:
-        """One token after each text, from logits [B, V]."""
-        ...
-
-    def check(self, texts: Sequence[Text], drafts: Sequence[Draft], logits: Sequence[Tensor]) -> list[Draft]:
-        """For each text the tokens that its verifier, with logits [n + 1, V], makes of its draft of n tokens."""
-        ...
-
-
-@dataclass(frozen=True)
-class Coupled:
-    """The coupled rule: every level draws with the noise of the position."""
-
-    sampling: Sampling
-
-    def draw(self, texts: Sequence[Text], logits: Tensor) -> list[Draft]:
-        keys, positions = [text.key for text in texts], [len(text) for text in texts]
-        return [Draft([token]) for token in choose(logits, self.sampling, keys, positions)]
-
-    def check(self, texts: Sequence[Text], drafts: Sequence[Draft], logits: Sequence[Tensor]) -> list[Draft]:
-        keys = [text.key for text, rows in zip(texts, logits, strict=True) for _ in rows]
-        positions = [len(text) + i for text, rows in zip(texts, logits, strict=True) for i in range(len(rows))]
-        chosen = choose(torch.cat(list(logits)), self.sampling, keys, positions)
-        checked = []
-        for draft, rows in zip(drafts, logits, strict=True):
-            checked.append(Draft(agree(draft.tokens, chosen[: len(rows)])))
-            chosen = chosen[len(rows) :]
-        return checked
-
-
-@dataclass(frozen=True)
-class Rejection:
-    """The rejection rule: every level hands up the laws that its tokens were drawn from."""
-
-    sampling: Sampling
-    draws: dict[int, Draws]  # by slot
-
-    def draw(self, texts: Sequence[Text], logits: Tensor) -> list[Draft]:
-        laws = probabilities(logits, self.sampling)
-        return [Draft([self.draws[t.slot].choice(law)], [law]) for t, law in zip(texts, laws, strict=True)]
-
-    def check(self, texts: Sequence[Text], drafts: Sequence[Draft], logits: Sequence[Tensor]) -> list[Draft]:
-        checked = []
-        for text, draft, rows in zip(texts, drafts, logits, strict=True):
-            target = list(probabilities(rows, self.sampling))
-            laws = [law.to(rows.device) for law in draft.laws]
-            tokens = accept(draft.tokens, laws, target, self.draws[text.slot])
-            checked.append(Draft(tokens, target[: len(tokens)]))
-        return checked
-
-
 class Level(Protocol):
     """Proposes tokens."""
 
     name: str
     tally: Tally
     sequential: bool  # a pass for every token, rather than one for a whole block
+
+    def read(self, text: Text) -> None:
+        """Look at a prompt before it is answered."""
+        ...
 
     def propose(self, texts: Sequence[Text], limits: Sequence[int], widths: Sequence[int], by: Chooser) -> list[Draft]:
         """At most `limits[b]` tokens after each text, none where it has nothing to say.
@@ -123,56 +66,28 @@ class Level(Protocol):
         ...
 
 
-class NGram:
-    """Prompt lookup: what followed the last place where the text's last tokens stood before."""
-
-    sequential = False
-
-    def __init__(self, vocab_size: int, sequences: int, longest: int = 4, shortest: int = 2) -> None:
-        self.name, self.tally = "ngram", Tally()
-        self.vocab_size, self.sizes = vocab_size, range(longest, shortest - 1, -1)
-        self.tables: list[dict[tuple[int, ...], int]] = [{} for _ in range(sequences)]  # n-gram -> index behind it
-        self.indexed = [0] * sequences
-
-    def propose(self, texts: Sequence[Text], limits: Sequence[int], widths: Sequence[int], by: Chooser) -> list[Draft]:
-        drafts = []
-        with self.tally.timed():
-            for text, limit in zip(texts, limits, strict=True):
-                self._index(text)
-                tokens = self._continue(text, min(limit, widths[-1]))
-                laws = [self._certain(token) for token in tokens] if isinstance(by, Rejection) else []
-                drafts.append(Draft(tokens, laws))
-        self.tally.passes += 1
-        return drafts
-
-    def _index(self, text: Text) -> None:
-        """Enter the n-grams of committed tokens that have a successor."""
-        table, tokens = self.tables[text.slot], text.tokens
-        for end in range(self.indexed[text.slot] + 1, text.committed):
-            for n in self.sizes:
-                if end >= n:
-                    table[tuple(tokens[end - n : end])] = end
-        self.indexed[text.slot] = max(self.indexed[text.slot], text.committed - 1)
-
-    def _continue(self, text: Text, limit: int) -> list[int]:
-        """Up to `limit` tokens that followed the longest n-gram found; a copy may run on into itself."""
-        tokens = text.tokens
-        for n in self.sizes:
-            at = self.tables[text.slot].get(tuple(tokens[-n:])) if len(tokens) >= n else None
-            if at is not None:
-                found: list[int] = []
-                for i in range(at, at + limit):
-                    found.append(tokens[i] if i < len(tokens) else found[i - len(tokens)])
-                return found
-        return []
-
-    def _certain(self, token: int) -> Tensor:
-        law = torch.zeros(self.vocab_size)
-        law[token] = 1.0
-        return law
-
-
+CAPTURED = (1, 4, 16, 32, PACKED)  # rows of a captured pass: a capture costs more than some rows too many
 BEHIND = 8  # tokens that a level may catch up on within a block
+
+
+@dataclass(frozen=True)
+class _Block:
+    """One pass: the tokens of each text that it is fed, what they see, and the rows that are wanted."""
+
+    texts: Sequence[Text]
+    feed: list[list[int]]
+    memory: Pass
+    spans: list[slice]  # the rows that score the tokens after each text: its own last and those of its draft
+
+    @property
+    def padded(self) -> list[list[int]]:
+        """Rows that fill up a block repeat its last token: whatever that is, nothing worse joins the live rows."""
+        return [tokens + tokens[-1:] * (self.memory.layout.rows - len(tokens)) for tokens in self.feed]
+
+    def noise(self, sampling: Sampling) -> Noise:
+        """What randomness the rows are drawn with."""
+        after = [len(text) - span.start for text, span in zip(self.texts, self.spans, strict=True)]
+        return Noise(sampling, [text.key for text in self.texts], after)
 
 
 class ModelLevel:
@@ -184,33 +99,107 @@ class ModelLevel:
         """With `graphs`, passes are captured and replayed."""
         self.name, self.decoder, self.view, self.graphs, self.tally = name, decoder, view, graphs, Tally()
 
+    def read(self, text: Text) -> None:
+        """Nothing to do: what a model must know of a text it is fed when it is asked."""
+
     def propose(self, texts: Sequence[Text], limits: Sequence[int], widths: Sequence[int], by: Chooser) -> list[Draft]:
+        if self.graphs and isinstance(by, Coupled):
+            return self._chain(texts, [min(limit, widths[-1]) for limit in limits], by.sampling)
+
         def step(some: Sequence[Text], room: Sequence[int]) -> list[Draft]:  # noqa: ARG001
-            logits = torch.cat(self.logits(some, [Draft([]) for _ in some]))
-            with self.tally.timed():
-                return by.draw(some, logits)
+            return by.check(some, [Draft([]) for _ in some], self)
 
         return _grow(texts, limits, widths[-1], step)
 
     def logits(self, texts: Sequence[Text], drafts: Sequence[Draft]) -> list[Tensor]:
         """For each text the logits [n + 1, V] after it and after each of its n drafted tokens, in one pass."""
-        started = time.perf_counter()
-        feed = [self._caught_up(text) + draft.tokens for text, draft in zip(texts, drafts, strict=True)]
-        memory = self._begin(texts, feed)
-        spans = _spans(feed, drafts)
-        # Rows that fill up a block repeat its last token: whatever that is, nothing worse joins the live rows.
-        padded = [tokens + tokens[-1:] * (memory.layout.rows - len(tokens)) for tokens in feed]
-        if self.graphs and memory.layout.rows <= PACKED:
-            started += self.graphs.prepare(padded, memory)
-            logits = [rows[span] for rows, span in zip(self.graphs.logits(padded, memory), spans, strict=True)]
-        else:
-            logits = self._score(self._forward(padded, memory), spans)
-        for text, tokens in zip(texts, feed, strict=True):
-            self.view.fed(text, tokens)
-        self.decoder.finish()
-        self.tally.passes += 1
-        self.tally.seconds += time.perf_counter() - started
+        with self._timed() as clock:
+            block = self._block(texts, drafts, clock)
+            if self.graphs and block.memory.layout.rows <= PACKED:
+                replayed = self.graphs.replay(block.padded, block.memory, block.noise(Sampling()), clock)
+                logits = [rows[span] for rows, span in zip(replayed.logits, block.spans, strict=True)]
+            else:
+                logits = self._score(self._forward(block.padded, block.memory), block.spans)
+            self._fed(block)
+            self.decoder.finish()
         return logits
+
+    def choices(self, texts: Sequence[Text], drafts: Sequence[Draft], sampling: Sampling) -> list[list[int]]:
+        """For each text the coupled samples after it and after each of its n drafted tokens, in one pass."""
+        return [self._sound(own) for own in self._choices(texts, drafts, sampling)]
+
+    def _choices(self, texts: Sequence[Text], drafts: Sequence[Draft], sampling: Sampling) -> list[list[int]]:
+        with self._timed() as clock:
+            block = self._block(texts, drafts, clock)
+            noise = block.noise(sampling)
+            if self.graphs and block.memory.layout.rows <= PACKED:
+                chosen = self.graphs.replay(block.padded, block.memory, noise, clock).chosen.tolist()
+                chosen = [own[span] for own, span in zip(chosen, block.spans, strict=True)]
+            else:
+                logits = self._score(self._forward(block.padded, block.memory), block.spans)
+                chosen = [
+                    choose(rows, sampling, [text.key] * len(rows), range(len(text), len(text) + len(rows)))
+                    for text, rows in zip(texts, logits, strict=True)
+                ]
+            self._fed(block)
+        return chosen
+
+    def _sound(self, chosen: list[int]) -> list[int]:
+        """Where logits are no numbers, which a broken draft may give, any token will do."""
+        return [max(0, token) for token in chosen]
+
+    def _chain(self, texts: Sequence[Text], lengths: Sequence[int], sampling: Sampling) -> list[Draft]:
+        """Coupled samples token after token, each fed back on the device; the host waits once, for all of them."""
+        drafts = [Draft([]) for _ in texts]
+        going = [b for b, length in enumerate(lengths) if length]
+        if not going:
+            return drafts
+        assert self.graphs is not None
+        some = [texts[b] for b in going]
+        with self._timed() as clock:
+            block = self._block(some, [Draft([]) for _ in some], clock)
+            chosen = self.graphs.chain(
+                block.padded, block.memory, block.noise(sampling), list(map(len, block.feed)), max(lengths), clock
+            )
+            self._fed(block)
+            for b, tokens in zip(going, chosen.T.tolist(), strict=True):
+                drafts[b].tokens += self._sound(tokens[: lengths[b]])
+                self.view.fed(texts[b], drafts[b].tokens[:-1])
+        self.tally.passes += max(lengths) - 1
+        return drafts
+
+    def rehearse(self, texts: Sequence[Text], rows: int) -> float | None:
+        """Capture the pass of a block of so many rows, and replay it; seconds of that. None without graphs.
+
+        Texts and tallies are left as they are.
+        """
+        if not self.graphs:
+            return None
+        tally, drafts = replace(self.tally), [Draft([0] * (rows - 1)) for _ in texts]
+        for _ in range(2):
+            before = self.tally.seconds
+            self._choices(texts, drafts, Sampling())
+            seconds = self.tally.seconds - before
+        vars(self.tally).update(vars(tally))
+        return seconds
+
+    @contextmanager
+    def _timed(self) -> Iterator[Clock]:
+        """Count a pass and its seconds, less what the clock is told to leave out."""
+        clock = Clock()
+        started = time.perf_counter()
+        yield clock
+        self.tally.passes += 1
+        self.tally.seconds += time.perf_counter() - started - clock.left_out
+
+    def _block(self, texts: Sequence[Text], drafts: Sequence[Draft], clock: Clock) -> _Block:
+        clock.left_out += self.view.prepare(texts)
+        feed = [self._caught_up(text) + draft.tokens for text, draft in zip(texts, drafts, strict=True)]
+        return _Block(texts, feed, self._begin(texts, feed), _spans(feed, drafts))
+
+    def _fed(self, block: _Block) -> None:
+        for text, tokens in zip(block.texts, block.feed, strict=True):
+            self.view.fed(text, tokens)
 
     def _caught_up(self, text: Text) -> list[int]:
         """The few tokens still to feed, after a pass of its own where there are many: a block stays a block."""
@@ -223,7 +212,9 @@ class ModelLevel:
     def _begin(self, texts: Sequence[Text], feed: Sequence[list[int]]) -> Pass:
         """Memory for what is fed; graphs want few different numbers of rows."""
         rows = max(map(len, feed))
-        return self.view.begin(texts, power_of_two(rows) if self.graphs and rows <= PACKED else rows)
+        if self.graphs:
+            rows = next((made for made in CAPTURED if made >= rows), rows)
+        return self.view.begin(texts, rows)
 
     def _forward(self, tokens: Sequence[list[int]], memory: Pass) -> Tensor:
         return self.decoder.forward(torch.tensor(tokens, device=self.decoder.device), memory)
@@ -235,21 +226,32 @@ class ModelLevel:
 
 
 class Target(ModelLevel):
-    """The last verifier: all keys, and a block of always the same rows, so that a row's bits never depend on how
-    many tokens were drafted around it. `rows` None drops that: blocks are as long as they are.
+    """The last verifier: all keys, and blocks of a shape in which a row's bits never depend on how many tokens were
+    drafted around it. `shape` None drops that: blocks are as long as they are.
     """
 
     view: FullView
 
-    def __init__(self, decoder: Decoder, view: FullView, rows: int | None, graphs: Graphs | None = None) -> None:
+    def __init__(self, decoder: Decoder, view: FullView, shape: Shape | None, graphs: Graphs | None = None) -> None:
         super().__init__("target(full)", decoder, view, graphs)
-        self.rows = rows
+        self.most = shape.rows if shape else LONGEST + 1
+        self.rows = shape.rows if shape and shape.padded else None  # always so many
 
     def room(self, text: Text) -> int:
         """Tokens that may be drafted for its next pass."""
-        if self.rows is None:
-            return LONGEST
-        return min(self.rows - 1, self.view.room(text))
+        return min(self.most - 1, self.view.room(text))
+
+    def logits(self, texts: Sequence[Text], drafts: Sequence[Draft]) -> list[Tensor]:
+        """As for any model. Raises NonFinite."""
+        logits = super().logits(texts, drafts)
+        if not all(bool(torch.isfinite(rows.sum())) for rows in logits):
+            raise NonFinite
+        return logits
+
+    def _sound(self, chosen: list[int]) -> list[int]:
+        if min(chosen) < 0:
+            raise NonFinite
+        return chosen
 
     def prefill(self, text: Text, chunk: int) -> Iterator[int]:
         """Cache all tokens of a text but the last, `chunk` at a time; the tokens cached so far after each."""
@@ -285,12 +287,13 @@ class Verified:
         self.below, self.model = below, model
         self.name, self.tally = model.name, model.tally
 
+    def read(self, text: Text) -> None:
+        self.below.read(text)
+
     def propose(self, texts: Sequence[Text], limits: Sequence[int], widths: Sequence[int], by: Chooser) -> list[Draft]:
         def step(some: Sequence[Text], room: Sequence[int]) -> list[Draft]:
             below = self.below.propose(some, [n - 1 for n in room], widths[:-1], by)
-            logits = self.model.logits(some, below)
-            with self.tally.timed():
-                checked = by.check(some, below, logits)
+            checked = by.check(some, below, self.model)
             count(self.below.tally, below, checked)
             return checked
 

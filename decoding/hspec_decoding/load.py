@@ -12,29 +12,81 @@ from hspec_decoding.config import ModelConfig
 from hspec_decoding.model import Decoder
 from hspec_decoding.options import RULES, Settings
 from hspec_decoding.sparse import SELECT
-from hspec_decoding.stack import LONGEST, Stack, method, parse
+from hspec_decoding.stack import LONGEST, Spec, Stack, candidates, method, parse
 from hspec_offload.sizes import human, kv_bytes, tensor_bytes
 from hspec_profiles.errors import DoesNotFit, UsageError
 from hspec_profiles.memory import usable_ram
 
 HEADROOM = 0.05  # share of the memory left for activations
+SHARE = {"nf4": 0.29, "int4": 0.28, "int8": 0.53}  # bytes of a copy, of those in 16 bits, scales among them
+LEAST, CLEARLY = 2e9, 0.8  # bytes of a target's pass, and the share of them, that make a middle level worth a try
 
 
-def choose_stack(settings: Settings, context: int, *, draft: bool) -> Stack:
-    """The stack that the settings name, with budgets for `context` tokens. Raises UsageError for what cannot be."""
+def choose_stacks(settings: Settings, context: int, *, draft: bool, gpu: bool) -> list[Stack]:
+    """The stack that the settings name, or several to choose between, with budgets for `context` tokens.
+
+    Raises UsageError for what cannot be.
+    """
     for name, value, valid in (("--rule", settings.rule, RULES), ("--select", settings.select, tuple(SELECT))):
         if value not in valid:
             raise UsageError(f"unknown {name}: {value!r}", "valid are " + ", ".join(valid))
     if settings.gamma is not None and not 1 <= settings.gamma <= LONGEST:
         raise UsageError(f"--gamma must be from 1 to {LONGEST}: {settings.gamma}")
+    several = settings.method == "auto" and gpu and not settings.levels
     stack = parse(settings.levels) if settings.levels else method(settings.method, draft=draft)
     if not draft and any(spec.name == "draft" for spec in stack):
         raise UsageError("this stack has a `draft` level and there is no draft model", "name one: `--draft-model`")
-    return resolve(stack, context, budget=settings.budget, keep=settings.levels is not None)
+    stacks = candidates(draft=draft) if several else [stack]
+    filled = [resolve(stack, context, budget=settings.budget, keep=settings.levels is not None) for stack in stacks]
+    return [stack for stack in dict.fromkeys(filled) if len(stack) > 1 or not several]
 
 
-def check_memory(configs: Sequence[ModelConfig], context: int, dtype: torch.dtype, device: torch.device) -> None:
-    """Raise DoesNotFit unless the weights of all models and the target's (first) keys and values have room."""
+def worthwhile(stacks: Sequence[Stack], target: ModelConfig, context: int, dtype: torch.dtype) -> list[Stack]:
+    """The stacks whose middle level has clearly less to read than the target itself; the others stand for themselves.
+
+    Where a pass of the target takes no time worth speaking of, that is none.
+    """
+    weights = tensor_bytes(target.tensors().values(), dtype.itemsize)
+    keys = kv_bytes(target.layers, target.kv_heads, target.head_dim, context, dtype.itemsize)
+
+    def reads(spec: Spec) -> float:
+        tokens = min(context, spec.budget) if spec.view == "retrieval" and spec.budget else context
+        return weights * SHARE.get(spec.weights or "", 1.0) + keys * tokens / context * SHARE.get(spec.kv or "", 1.0)
+
+    def clearly(stack: Stack) -> bool:
+        middle = next((spec for spec in stack[:-1] if spec.name == "target"), None)
+        if middle is None:
+            return True
+        if weights + keys < LEAST or (middle.kv and keys < (1 - CLEARLY) / 2 * weights):
+            return False
+        return reads(middle) <= CLEARLY * (weights + keys)
+
+    return [stack for stack in stacks if clearly(stack)]
+
+
+def affordable(
+    stacks: Sequence[Stack], target: ModelConfig, context: int, dtype: torch.dtype, room: int
+) -> list[Stack]:
+    """The stacks whose copies of weights, keys and values find place in `room` bytes, the first ones first."""
+    weights = tensor_bytes(target.tensors().values(), dtype.itemsize)
+    keys = kv_bytes(target.layers, target.kv_heads, target.head_dim, context, dtype.itemsize)
+    kept: list[Stack] = []
+    copies: set[tuple[str, str]] = set()
+    for stack in stacks:
+        wanted = {("weights", s.weights) for s in stack if s.weights} | {("keys", s.kv) for s in stack if s.kv}
+        cost = sum(SHARE[form] * (weights if what == "weights" else keys) for what, form in wanted - copies)
+        if cost <= room:
+            room -= round(cost)
+            copies |= wanted
+            kept.append(stack)
+    return kept
+
+
+def check_memory(configs: Sequence[ModelConfig], context: int, dtype: torch.dtype, device: torch.device) -> int:
+    """Bytes that are left when the weights of all models and the target's (first) keys and values have their place.
+
+    Raises DoesNotFit.
+    """
     element = dtype.itemsize
     weights = sum(tensor_bytes(config.tensors().values(), element) for config in configs)
     target = configs[0]
@@ -42,7 +94,7 @@ def check_memory(configs: Sequence[ModelConfig], context: int, dtype: torch.dtyp
     room, where = _available(device)
     room = int(room * (1 - HEADROOM))
     if weights + token * context <= room:
-        return
+        return room - weights - token * context
     longest = (room - weights) // token
     hint = f"the longest context that fits is {longest:,} tokens: `--ctx {longest}`" if longest > 0 else None
     raise DoesNotFit(

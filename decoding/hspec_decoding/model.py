@@ -6,9 +6,10 @@ whole cache, a window of it or a selection, as the level that runs them wants.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
-from typing import Protocol
+from dataclasses import dataclass, replace
+from typing import Protocol, Self
 
 import torch
 import torch.nn.functional as F
@@ -16,13 +17,14 @@ from torch import Tensor
 
 from hspec_decoding.config import ModelConfig
 from hspec_decoding.rope import frequencies, rotation
-from hspec_kernels.linear import linear
+from hspec_kernels.linear import Quantized, linear, quantizable, quantize
 from hspec_kernels.mlp import silu_mul
 from hspec_kernels.norm import rms_norm
 
 Read = Callable[[str], Tensor]  # a checkpoint's tensor by name
 Norms = tuple[Tensor, Tensor, float] | None  # weights of the norms of queries and keys, epsilon
 Release = Callable[[Iterable[str]], None]  # told of tensors that were copied
+Linear = tuple[Tensor | Quantized, Tensor | None]  # weight, bias
 
 
 class Memory(Protocol):
@@ -40,15 +42,29 @@ class Memory(Protocol):
 
 @dataclass(frozen=True)
 class Layer:
-    """One layer's weights; linears as (weight, bias), those with a common input stacked."""
+    """One layer's weights; linears with a common input are stacked."""
 
     input_norm: Tensor
-    qkv: tuple[Tensor, Tensor | None]
+    qkv: Linear
     qk_norms: Norms
-    out: tuple[Tensor, Tensor | None]
+    out: Linear
     mlp_norm: Tensor
-    gate_up: tuple[Tensor, Tensor | None]
-    down: tuple[Tensor, Tensor | None]
+    gate_up: Linear
+    down: Linear
+
+    def quantized(self, form: str) -> Layer:
+        """The layer with its matrices in 4 bits, but for those whose shape does not allow it."""
+
+        def small(linear: Linear) -> Linear:
+            return _quantized(linear[0], form), linear[1]
+
+        return replace(
+            self, qkv=small(self.qkv), out=small(self.out), gate_up=small(self.gate_up), down=small(self.down)
+        )
+
+
+def _quantized(weight: Tensor | Quantized, form: str) -> Tensor | Quantized:
+    return quantize(weight, form) if isinstance(weight, Tensor) and quantizable(weight) else weight
 
 
 class Decoder:
@@ -80,8 +96,8 @@ class Decoder:
             if progress:
                 progress(i + 1, config.layers)
         self.norm = load("model.norm.weight")
-        self.head = (self.embedding if config.tied else load("lm_head.weight"))[:vocabulary]
-        self.vocabulary = vocabulary or len(self.head)
+        self.head: Tensor | Quantized = (self.embedding if config.tied else load("lm_head.weight"))[:vocabulary]
+        self.vocabulary = vocabulary or self.head.shape[0]
         inverse, self.rope_factor = frequencies(config, context)
         self.inverse = inverse.to(device)
 
@@ -105,8 +121,15 @@ class Decoder:
     def logits(self, hidden: Tensor) -> Tensor:
         """Float32 logits [..., vocabulary] of hidden states [..., hidden]."""
         logits = linear(hidden, self.head).float()
-        lacking = self.vocabulary - len(self.head)
+        lacking = self.vocabulary - self.head.shape[0]
         return F.pad(logits, (0, lacking), value=float("-inf")) if lacking else logits
+
+    def quantized(self, form: str) -> Self:
+        """The same model with its matrices in 4 bits; embedding and norms are shared."""
+        other = copy.copy(self)
+        other.layers = [layer.quantized(form) for layer in self.layers]
+        other.head = _quantized(self.head, form)
+        return other
 
     def finish(self) -> None:
         """Wait until the device has done what was asked of it, so that a clock read next tells the truth."""
@@ -115,12 +138,16 @@ class Decoder:
 
     def non_finite(self) -> str | None:
         """The first group of weights that holds NaN or infinity, in words, or None."""
-        named = [("the embedding", self.embedding), ("the final norm", self.norm), ("the head", self.head)]
+        named: list[tuple[str, Tensor | Quantized]] = [
+            ("the embedding", self.embedding),
+            ("the final norm", self.norm),
+            ("the head", self.head),
+        ]
         for i, layer in enumerate(self.layers):
             for part in vars(layer).values():
                 tensors = part if isinstance(part, tuple) else (part,)
                 named += [(f"layer {i}", tensor) for tensor in tensors if isinstance(tensor, Tensor)]
-        return next((name for name, tensor in named if not torch.isfinite(tensor).all()), None)
+        return next((name for name, t in named if isinstance(t, Tensor) and not torch.isfinite(t).all()), None)
 
 
 class _Loader:
@@ -136,7 +163,7 @@ class _Loader:
             self._release(names)
         return joined
 
-    def linear(self, at: str, *names: str, bias: bool) -> tuple[Tensor, Tensor | None]:
+    def linear(self, at: str, *names: str, bias: bool) -> Linear:
         weight = self(*(f"{at}{name}.weight" for name in names))
         return weight, self(*(f"{at}{name}.bias" for name in names)) if bias else None
 

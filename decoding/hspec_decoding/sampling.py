@@ -14,17 +14,14 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from hspec_kernels import sample as kernels
+from hspec_kernels.sample import mix
 from hspec_profiles.errors import UsageError
-
-COLDEST = 1e-30  # the least temperature that float32 can divide by without harm
-_MASK = (1 << 64) - 1
-_WEYL, _MIX1, _MIX2 = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 
 
 @dataclass(frozen=True)
@@ -54,38 +51,15 @@ class Sampling:
         """Whether the most likely token is always taken."""
         return self.temperature == 0
 
+    @property
+    def options(self) -> Tensor:
+        """What the kernels are told, float32 [4]."""
+        return torch.tensor([self.temperature, self.top_p, float(self.top_k), self.min_p])
+
 
 def filtered(logits: Tensor, sampling: Sampling) -> Tensor:
-    """Logits [N, V] below each row's largest, over the temperature; -inf where top-k, top-p or min-p drop a token.
-
-    Filters apply in that order, each to what the former left; top-p keeps tokens up to and including the first that
-    brings their mass to `top_p`. Temperature must not be 0. Rows are worked one by one: sums over several at once may
-    round differently.
-    """
-    return torch.cat([_filtered_row(row[None], sampling) for row in logits])
-
-
-def _filtered_row(logits: Tensor, sampling: Sampling) -> Tensor:
-    scaled = (logits - logits.amax()) / max(sampling.temperature, COLDEST)
-    if 0 < sampling.top_k < scaled.shape[-1]:
-        floor = scaled.topk(sampling.top_k, dim=-1).values[:, -1:]
-        scaled = scaled.masked_fill(scaled < floor, float("-inf"))
-    if sampling.top_p < 1:
-        scaled = scaled.masked_fill(scaled < _nucleus_floor(scaled, sampling.top_p), float("-inf"))
-    if sampling.min_p > 0:
-        scaled = scaled.masked_fill(scaled < math.log(sampling.min_p), float("-inf"))
-    return scaled
-
-
-def _nucleus_floor(scaled: Tensor, top_p: float) -> Tensor:
-    """Smallest logit [1, 1] in the nucleus of a row. Sorts the head of the row; all of it only where that is flat."""
-    total = scaled.logsumexp(-1, keepdim=True)
-    for head in (min(256, scaled.shape[-1]), scaled.shape[-1]):
-        ordered = scaled.topk(head, dim=-1).values
-        before = ((ordered - total).exp().cumsum(-1) < top_p).sum()
-        if before < head:
-            return ordered[:, before, None]
-    return ordered[:, -1:]
+    """Logits [N, V] below each row's largest, over the temperature; -inf where top-k, top-p or min-p drop a token."""
+    return kernels.filtered(logits, sampling.temperature, sampling.top_p, sampling.top_k, sampling.min_p)
 
 
 def probabilities(logits: Tensor, sampling: Sampling) -> Tensor:
@@ -101,47 +75,14 @@ def probabilities(logits: Tensor, sampling: Sampling) -> Tensor:
 
 
 def choose(logits: Tensor, sampling: Sampling, keys: Sequence[int], positions: Sequence[int]) -> list[int]:
-    """The coupled sample of each row of logits [N, V], for sequences `keys` at absolute `positions`."""
-    if not sampling.greedy:
-        size, device = logits.shape[-1], logits.device
-        rows = [gumbel(sampling.seed, key, at, size, device) for key, at in zip(keys, positions, strict=True)]
-        logits = filtered(logits, sampling) + torch.stack(rows)
-    tokens: list[int] = logits.argmax(-1).tolist()
-    return tokens
+    """The coupled sample of each row of logits [N, V], for sequences `keys` at absolute `positions`.
 
-
-@lru_cache(maxsize=64)
-def gumbel(seed: int, key: int, position: int, size: int, device: torch.device) -> Tensor:
-    """Standard Gumbel noise [size] of one position of one sequence: the same numbers, to the bit, for every caller.
-
-    The position's stream is SplitMix64 (Steele et al., OOPSLA 2014); token t takes its value t. So vocabularies of
-    different sizes share the noise of the tokens that they share.
+    -1 where a row is not finite.
     """
-    start = _signed(_mix(_mix(_mix(seed) ^ key) ^ position))
-    z = torch.arange(1, size + 1, device=device) * _signed(_WEYL) + start
-    z = (z ^ _shifted(z, 30)) * _signed(_MIX1)
-    z = (z ^ _shifted(z, 27)) * _signed(_MIX2)
-    z = _shifted(z ^ _shifted(z, 31), 11)
-    # 53 bits in float64 first: small uniforms keep their precision, and small ones decide who wins.
-    uniform = ((z.double() + 0.5) * 2.0**-53).float().clamp_(max=1 - 2.0**-24)
-    return -torch.log(-torch.log1p(-uniform))
-
-
-def _shifted(z: Tensor, bits: int) -> Tensor:
-    """Logical right shift of int64."""
-    return (z >> bits) & ((1 << (64 - bits)) - 1)
-
-
-def _mix(z: int) -> int:
-    """SplitMix64's output function of one 64-bit integer."""
-    z = (z + _WEYL) & _MASK
-    z = ((z ^ (z >> 30)) * _MIX1) & _MASK
-    z = ((z ^ (z >> 27)) * _MIX2) & _MASK
-    return z ^ (z >> 31)
-
-
-def _signed(z: int) -> int:
-    return z - (1 << 64) if z >= 1 << 63 else z
+    streams = [kernels.stream(sampling.seed, key) for key in keys]
+    numbers = torch.tensor([streams, list(positions)], device=logits.device)
+    tokens: list[int] = kernels.choose(logits, sampling.options.to(logits.device), *numbers).tolist()
+    return tokens
 
 
 class Draws(Protocol):
@@ -160,7 +101,7 @@ class SeededDraws:
     """A fresh stream of draws, the same for the same (seed, sequence)."""
 
     def __init__(self, seed: int, key: int) -> None:
-        self.generator = torch.Generator().manual_seed(_mix(_mix(seed) ^ key) >> 1)
+        self.generator = torch.Generator().manual_seed(mix(mix(seed) ^ key) >> 1)
 
     def coin(self, probability: float) -> bool:
         return float(torch.rand((), generator=self.generator, dtype=torch.float64)) < probability

@@ -6,7 +6,9 @@ taken, and the selection is renewed with the queries of every verify pass instea
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -15,10 +17,25 @@ from torch import Tensor
 from hspec_decoding.cache import KVStore
 from hspec_decoding.config import ModelConfig
 from hspec_decoding.sequence import Held, Text
-from hspec_decoding.views import FullView, Layout, Pass
+from hspec_decoding.views import FullView, Layout, Pass, Verified
+from hspec_kernels.select import gather_chunks, mean_chunks, score_chunks
 
 CHUNK = 8  # tokens scored and taken together
 SINKS = 16  # first tokens, always taken
+
+
+@dataclass(frozen=True)
+class Asked:
+    """Queries of the last verified rows of B sequences, by which chunks of their keys are scored, in one layer."""
+
+    queries: Tensor  # [B, R, H, D]
+    lse: Tensor | None  # [B, R, H] log-sum-exps of their attention, where known
+    live: Tensor  # [B] int64: rows that count
+
+    @property
+    def last(self) -> Tensor:
+        """The last row that counts, [B, H, D]."""
+        return self.queries[torch.arange(len(self.queries), device=self.live.device), self.live - 1]
 
 
 class Rule(Protocol):
@@ -31,8 +48,10 @@ class Rule(Protocol):
         """Of `length` cached tokens, `prompt` of them the prompt's, how many of the last are always taken."""
         ...
 
-    def scores(self, queries: Tensor, means: Tensor) -> Tensor:
-        """queries [N, H, D] of the last verified tokens, mean keys of chunks [HK, C, D] -> [HK, C]."""
+    def scores(self, asked: Asked, means: Tensor, slots: Tensor, count: Tensor, extent: int) -> Tensor:
+        """Mean keys of chunks [S, HK, C, D], of which sequence b, in `slots[b]`, has `count[b]` -> [B, HK, extent];
+        -inf beyond the count.
+        """
         ...
 
 
@@ -44,7 +63,7 @@ class Streaming:
     def recent(self, budget: int, prompt: int, length: int) -> int:  # noqa: ARG002
         return budget - SINKS
 
-    def scores(self, queries: Tensor, means: Tensor) -> Tensor:
+    def scores(self, asked: Asked, means: Tensor, slots: Tensor, count: Tensor, extent: int) -> Tensor:
         raise NotImplementedError("streaming takes nothing by score")
 
 
@@ -56,12 +75,20 @@ class VerifyFed:
     def recent(self, budget: int, prompt: int, length: int) -> int:  # noqa: ARG002
         return budget // 2
 
-    def scores(self, queries: Tensor, means: Tensor) -> Tensor:
+    def scores(self, asked: Asked, means: Tensor, slots: Tensor, count: Tensor, extent: int) -> Tensor:
         """Attention mass over the chunks' means, summed over rows and over the query heads of each KV head."""
-        grouped = queries.float().reshape(len(queries), len(means), -1, queries.shape[-1])  # [N, HK, G, D]
-        logits = torch.einsum("nkgd,kcd->nkgc", grouped, means.float()) * queries.shape[-1] ** -0.5
-        mass: Tensor = logits.softmax(-1).sum((0, 2))
-        return mass
+        lse = _lse_of_means(asked, means[slots, :, :extent], count) if asked.lse is None else asked.lse
+        return score_chunks(asked.queries, lse, asked.live, means, slots, count, extent)
+
+
+def _lse_of_means(asked: Asked, means: Tensor, count: Tensor) -> Tensor:
+    """Log-sum-exps [B, R, H] over the means [B, HK, C, D] themselves, of which count[b] are there."""
+    batch, rows, _, dim = asked.queries.shape
+    grouped = asked.queries.float().reshape(batch, rows, means.shape[1], -1, dim)  # [B, R, HK, G, D]
+    logits = torch.einsum("brkgd,bkcd->brkgc", grouped, means.float()) * means.shape[-1] ** -0.5
+    beyond = torch.arange(means.shape[2], device=count.device) >= count[:, None]
+    lse: Tensor = logits.masked_fill(beyond[:, None, None, None], float("-inf")).logsumexp(-1)
+    return lse.flatten(2)
 
 
 class Paper:
@@ -73,10 +100,13 @@ class Paper:
         """All that came after the last whole chunk when the prompt was scored; its last token is not cached then."""
         return length - (prompt - 1) // CHUNK * CHUNK
 
-    def scores(self, queries: Tensor, means: Tensor) -> Tensor:
+    def scores(self, asked: Asked, means: Tensor, slots: Tensor, count: Tensor, extent: int) -> Tensor:
         """Dot product of the last row with the chunks' means, summed over the query heads of each KV head."""
-        grouped = queries[-1].float().reshape(len(means), -1, queries.shape[-1]).sum(1)  # [HK, D]
-        return torch.einsum("kd,kcd->kc", grouped, means.float())
+        ours = means[slots, :, :extent].float()  # [B, HK, extent, D]
+        grouped = asked.last.float().reshape(*ours.shape[:2], -1, ours.shape[-1]).sum(2)
+        scores = torch.einsum("bkd,bkcd->bkc", grouped, ours)
+        beyond = torch.arange(extent, device=count.device) >= count[:, None]
+        return scores.masked_fill(beyond[:, None], float("-inf"))
 
 
 SELECT: dict[str, type[Rule]] = {"verify-fed": VerifyFed, "paper": Paper}
@@ -91,16 +121,40 @@ class ChunkMeans:
             torch.zeros(*k.shape[:2], k.shape[2] // CHUNK, k.shape[3], dtype=k.dtype, device=k.device)
             for k in store.keys
         ]
-        self.done = [[0] * sequences for _ in store.keys]  # complete chunks summarised, by layer and slot
+        self.done = [0] * sequences  # complete chunks summarised, by slot
 
-    def upto(self, layer: int, slot: int, chunks: int) -> Tensor:
-        """Means [HK, chunks, D] of the first `chunks` chunks, whose keys must be final."""
-        done = self.done[layer][slot]
-        if done < chunks:
-            fresh = self.store.keys[layer][slot, :, done * CHUNK : chunks * CHUNK]
-            self.means[layer][slot, :, done:chunks] = fresh.reshape(len(fresh), -1, CHUNK, fresh.shape[-1]).mean(2)
-            self.done[layer][slot] = chunks
-        return self.means[layer][slot, :, :chunks]
+    def upto(self, slots: Sequence[int], chunks: Sequence[int]) -> None:
+        """Summarise the first `chunks[b]` chunks of each sequence, whose keys must be final."""
+        start = [self.done[slot] for slot in slots]
+        most = max(0, *(n - at for n, at in zip(chunks, start, strict=True)))
+        if not most:
+            return
+        at, first, stop = torch.tensor([slots, start, chunks], device=self.store.device)
+        for keys, means in zip(self.store.keys, self.means, strict=True):
+            mean_chunks(keys, means, at, first, stop, CHUNK, most)
+        for slot, n in zip(slots, chunks, strict=True):
+            self.done[slot] = max(self.done[slot], n)
+
+
+@dataclass(frozen=True)
+class _Share:
+    """What a layer's copy takes of a text: sinks and the best chunks, where `chunks` is not None, and all from
+    `start` on.
+    """
+
+    chunks: int | None
+    start: int
+    length: int
+
+    @property
+    def recent(self) -> range:
+        """Chunks of the recent tokens; the first begins where they do, unless a sliding window cuts it."""
+        return range(self.start // CHUNK, -(-self.length // CHUNK))
+
+    @property
+    def filled(self) -> int:
+        """Slots of the copy that are used."""
+        return (0 if self.chunks is None else SINKS + self.chunks * CHUNK) + self.length - self.start
 
 
 class SparseView:
@@ -114,19 +168,34 @@ class SparseView:
         self, config: ModelConfig, source: FullView, copy: KVStore, sequences: int, budget: int, rule: Rule
     ) -> None:
         """`budget`: tokens taken of the source's; `copy`: room for them, a chunk more, and the tokens added here."""
-        store = source.store
         self.config, self.source, self.copy, self.budget, self.rule = config, source, copy, budget, rule
         self.held = [Held() for _ in range(sequences)]  # tokens added behind the copy
         self.base = [-1] * sequences  # cached tokens at the time of the copy
         self.filled: list[dict[int | None, int]] = [{} for _ in range(sequences)]  # slots of the copy, by window
-        self.means = ChunkMeans(store, sequences) if rule.scored else None
-        self.ranked: dict[tuple[int, int], Tensor] = {}  # by slot and layer, for a rule that scores once
+        if rule.scored and source.means is None:
+            source.means = ChunkMeans(source.store, sequences)
+        self.means = source.means if rule.scored else None
+        self.ranked: dict[tuple[int, int | None], Tensor] = {}  # by slot and window, for a rule that scores once
         source.record = source.record or rule.scored
 
+    def prepare(self, texts: Sequence[Text]) -> float:
+        stale = [text for text in texts if self.base[text.slot] != text.committed - 1]
+        if not stale:
+            return 0.0
+        started = time.perf_counter()
+        first = any(self.base[text.slot] < 0 for text in stale)
+        for text in stale:
+            self.held[text.slot].reset()
+            self.base[text.slot] = text.committed - 1  # tokens whose exact keys the source holds
+        self._renew(stale)
+        if not first:
+            return 0.0
+        if self.copy.device.type == "cuda":
+            torch.cuda.synchronize(self.copy.device)
+        return time.perf_counter() - started
+
     def missing(self, text: Text) -> list[int]:
-        length = text.committed - 1  # tokens whose exact keys the source holds
-        if self.base[text.slot] != length:
-            self._renew(text, length)
+        length = self.base[text.slot]
         return self.held[text.slot].missing(text.tokens[length:], text.committed - length)
 
     def fed(self, text: Text, tokens: Sequence[int]) -> None:
@@ -143,57 +212,112 @@ class SparseView:
         extent = {window: [at + rows for at in starts] for window, starts in first.items()}
         return Pass(self.config, self.copy, Layout(slots, rows, positions, first, extent), windowed=False)
 
-    def _renew(self, text: Text, length: int) -> None:
-        """Copy what the rule selects of the first `length` tokens, whose keys are exact."""
-        slot = text.slot
-        self.held[slot].reset()
-        self.base[slot] = length
-        for layer, window in enumerate(self.config.windows):
-            chunks, recent = self._select(layer, text, length, window)
-            self.filled[slot][window] = self._copy(layer, slot, chunks, length - recent, length)
+    def _renew(self, texts: Sequence[Text]) -> None:
+        """Copy what the rule selects of the tokens whose keys are exact."""
+        for window in set(self.config.windows):
+            layers = [layer for layer, own in enumerate(self.config.windows) if own == window]
+            shares = [self._share(text, window) for text in texts]
+            for text, share in zip(texts, shares, strict=True):
+                self.filled[text.slot][window] = share.filled
+            if window is not None and window <= self.budget:
+                self._copy_ends(layers, texts, shares)
+            else:
+                self._copy_chunks(layers, texts, shares, self._ranked(window, layers, texts, shares))
 
-    def _select(self, layer: int, text: Text, length: int, window: int | None) -> tuple[Tensor | None, int]:
-        """Chunk indices [HK, c] (None: no chunks), and how many of the last tokens to take."""
+    def _share(self, text: Text, window: int | None) -> _Share:
+        length = self.base[text.slot]
         if window is not None and window <= self.budget:
-            return None, min(window - 1, length)  # and the row itself
+            return _Share(None, max(0, length - window + 1), length)  # and the row itself
         if length <= self.budget:
-            return None, length
+            return _Share(None, 0, length)
         recent = min(self.rule.recent(self.budget, text.prompt, length), self.budget - SINKS)
         recent += (length - recent) % CHUNK
-        heads, device = self.config.kv_heads, self.copy.device
-        sinks = torch.arange(SINKS // CHUNK, device=device).expand(heads, -1)
-        wanted = (self.budget - SINKS - recent) // CHUNK
-        if self.means is None or wanted <= 0:
-            return sinks, recent
-        ranked = self._ranked(layer, text.slot, length, recent)
-        return torch.cat((sinks, ranked[:, :wanted]), dim=1), recent
+        chunks = max(0, (self.budget - SINKS - recent) // CHUNK) if self.rule.scored else 0
+        return _Share(chunks, length - recent, length)
 
-    def _ranked(self, layer: int, slot: int, length: int, recent: int) -> Tensor:
-        """Chunks between the sinks and the recent tokens, best first [HK, C']; at most a budget's worth."""
-        if self.rule.once and (slot, layer) in self.ranked:
-            return self.ranked[slot, layer]
+    def _ranked(
+        self, window: int | None, layers: Sequence[int], texts: Sequence[Text], shares: Sequence[_Share]
+    ) -> list[Tensor | None]:
+        """For each text the chunks between the sinks and the recent tokens, best first, [layers, HK, C]."""
+        wanted = [
+            (text, share)
+            for text, share in zip(texts, shares, strict=True)
+            if share.chunks and not (self.rule.once and (text.slot, window) in self.ranked)
+        ]
+        if wanted and self.means:
+            self.means.upto([text.slot for text, _ in wanted], [share.recent.start for _, share in wanted])
+        for verified, part in _by_pass(self.source, wanted):
+            ranked = self._rank(layers, verified, part)
+            self.ranked |= {(text.slot, window): ranked[:, b] for b, (text, _) in enumerate(part)}
+        return [self.ranked.get((text.slot, window)) for text in texts]
+
+    def _rank(self, layers: Sequence[int], verified: Sequence[Verified], part: Sequence[_Wanted]) -> Tensor:
+        """[layers, B, HK, C] for texts whose last pass was the same."""
         assert self.means is not None
-        means = self.means.upto(layer, slot, (length - recent) // CHUNK)
-        scores = self.rule.scores(self.source.verified_queries(layer, slot, length), means)
-        scores[:, : SINKS // CHUNK] = float("-inf")
-        count = min(self.budget // CHUNK, scores.shape[1] - SINKS // CHUNK)
-        ranked = scores.topk(count, dim=1).indices
-        if self.rule.once:
-            self.ranked[slot, layer] = ranked
-        return ranked
+        device, first = self.copy.device, SINKS // CHUNK
+        live = [share.length - own.first for own, (_, share) in zip(verified, part, strict=True)]
+        count = [share.recent.start for _, share in part]
+        slots = [text.slot for text, _ in part]
+        numbers = torch.tensor([live, slots, count, [own.b for own in verified]], device=device)
+        whole = [own.b for own in verified] == list(range(len(verified[0].layers[0][0])))
+        scores = []
+        for layer in layers:
+            queries, lse = verified[0].layers[layer]
+            if not whole:
+                queries, lse = queries[numbers[3]], None if lse is None else lse[numbers[3]]
+            asked = Asked(queries, lse, numbers[0])
+            scores.append(self.rule.scores(asked, self.means.means[layer], numbers[1], numbers[2], max(count)))
+        best = torch.stack(scores)
+        best[..., :first] = float("-inf")
+        most = self.budget if self.rule.once else max(share.chunks or 0 for _, share in part) * CHUNK
+        return best.topk(min(most // CHUNK, best.shape[-1] - first), dim=-1).indices
 
-    def _copy(self, layer: int, slot: int, chunks: Tensor | None, start: int, end: int) -> int:
-        """Fill the copy of one layer with `chunks` and the tokens from `start` to `end`; the slots used."""
-        taken = 0 if chunks is None else chunks.shape[1] * CHUNK
-        for source, copy in zip(
-            (self.source.store.keys[layer][slot], self.source.store.values[layer][slot]),
-            (self.copy.keys[layer][slot], self.copy.values[layer][slot]),
-            strict=True,
-        ):
-            if chunks is not None:
-                heads, _, dim = source.shape
-                whole = source[:, : source.shape[1] // CHUNK * CHUNK].view(heads, -1, CHUNK, dim)
-                picked = whole[torch.arange(heads, device=whole.device)[:, None], chunks]
-                copy[:, :taken] = picked.view(heads, taken, dim)
-            copy[:, taken : taken + end - start] = source[:, start:end]
-        return taken + end - start
+    def _copy_chunks(
+        self, layers: Sequence[int], texts: Sequence[Text], shares: Sequence[_Share], ranked: Sequence[Tensor | None]
+    ) -> None:
+        device, heads = self.copy.device, self.config.kv_heads
+        size = max(-(-share.filled // CHUNK) for share in shares)
+        index = torch.full((len(layers), len(texts), heads, size), -1, device=device)
+        for b, (share, best) in enumerate(zip(shares, ranked, strict=True)):
+            at = 0
+            if share.chunks is not None:
+                at = SINKS // CHUNK
+                index[:, b, :, :at] = torch.arange(at, device=device)
+            if share.chunks and best is not None:
+                index[:, b, :, at : at + share.chunks] = best[..., : share.chunks]
+                at += share.chunks
+            recent = torch.arange(share.recent.start, share.recent.stop, device=device)
+            index[:, b, :, at : at + len(recent)] = recent
+        slots = torch.tensor([text.slot for text in texts], device=device)
+        for chosen, layer in zip(index, layers, strict=True):
+            gather_chunks(
+                self.source.store.keys[layer],
+                self.source.store.values[layer],
+                chosen,
+                slots,
+                self.copy.keys[layer],
+                self.copy.values[layer],
+                CHUNK,
+            )
+
+    def _copy_ends(self, layers: Sequence[int], texts: Sequence[Text], shares: Sequence[_Share]) -> None:
+        """The last tokens alone, which need not begin with a chunk."""
+        store = self.source.store
+        for layer in layers:
+            for source, copy in ((store.keys, self.copy.keys), (store.values, self.copy.values)):
+                for text, share in zip(texts, shares, strict=True):
+                    ours = source[layer][text.slot, :, share.start : share.length]
+                    copy[layer][text.slot, :, : share.filled] = ours
+
+
+_Wanted = tuple[Text, _Share]
+
+
+def _by_pass(source: FullView, wanted: Sequence[_Wanted]) -> list[tuple[list[Verified], list[_Wanted]]]:
+    """The texts in groups whose last pass was the same one, each in the order of that pass."""
+    groups: dict[int, list[tuple[Verified, _Wanted]]] = {}
+    for text, share in wanted:
+        verified = source.recorded[text.slot]
+        groups.setdefault(id(verified.layers), []).append((verified, (text, share)))
+    ordered = [sorted(group, key=lambda pair: pair[0].b) for group in groups.values()]
+    return [([own for own, _ in group], [part for _, part in group]) for group in ordered]

@@ -2,7 +2,7 @@
 
 stack = level { ">" level }
 level = name [ "(" argument { "," argument } ")" ]
-argument = view [ ":" budget ] | "width=" tokens
+argument = view [ ":" budget ] | "w=" format | "kv=" format | "width=" tokens
 """
 
 from __future__ import annotations
@@ -14,8 +14,9 @@ from hspec_profiles.errors import UsageError
 
 LONGEST = 63  # tokens of a block behind its root
 VIEWS = {"target": ("full", "streaming", "retrieval"), "draft": ("streaming",), "ngram": ()}
+FORMATS = {"w": ("nf4", "int4"), "kv": ("int4", "int8")}  # of a resident copy of the target's weights, of its keys
 METHODS = {
-    "auto": "TriForce, falling back to plain decoding where that measures faster",
+    "auto": "the fastest of TriForce with whole or 4-bit middle levels and plain decoding, measured as it runs",
     "triforce": "draft or n-grams > target with retrieved keys > target (arXiv 2404.11912)",
     "autoregressive": "the target alone, one token a pass",
 }
@@ -24,17 +25,27 @@ _TOKEN = re.compile(r"\s*(?:([A-Za-z][\w-]*)|(\d+)|([>(),:=]))")
 
 @dataclass(frozen=True)
 class Spec:
-    """One level as written: budget in tokens of its view, width in tokens per block."""
+    """One level as written: budget in tokens of its view, width in tokens per block; formats of 4- or 8-bit copies
+    of the target's weights and of its keys and values, where the level reads those instead.
+    """
 
     name: str
     view: str | None = None
     budget: int | None = None
     width: int | None = None
+    weights: str | None = None
+    kv: str | None = None
 
     def __str__(self) -> str:
         view = self.view and self.view + (f":{self.budget}" if self.budget else "")
-        arguments = [a for a in (view, self.width and f"width={self.width}") if a]
+        copies = [f"{name}={form}" for name, form in (("kv", self.kv), ("w", self.weights)) if form]
+        arguments = [a for a in (view, *copies, self.width and f"width={self.width}") if a]
         return self.name + (f"({', '.join(arguments)})" if arguments else "")
+
+    @property
+    def decides(self) -> bool:
+        """Whether this is the target itself over all its keys, which alone decides the text."""
+        return (self.name, self.view, self.weights, self.kv) == ("target", "full", None, None)
 
 
 Stack = tuple[Spec, ...]
@@ -56,6 +67,21 @@ def method(name: str, *, draft: bool) -> Stack:
     return (first, Spec("target", "retrieval"), *PLAIN)
 
 
+def candidates(*, draft: bool) -> list[Stack]:
+    """What `auto` chooses between on a GPU: any proposer under any partial copy of the target, fewer keys or fewer
+    bits, or under the target itself. Which is best depends on the text, so it is measured.
+    """
+    proposers: list[Stack] = [(Spec("ngram"),), *[(Spec("draft", "streaming"),)] * draft]
+    middles: list[Stack] = [
+        (Spec("target", "retrieval"),),
+        (Spec("target", "retrieval", weights="int4"),),
+        (Spec("target", "full", weights="int4", kv="int4"),),
+        (Spec("target", "full", kv="int4"),),
+    ]
+    stacks = [(*proposer, *middle) for middle in [*middles, ()] for proposer in [*proposers, ()]]
+    return [(*stack, *PLAIN) for stack in stacks if stack]
+
+
 def parse(text: str) -> Stack:
     """Read a stack. Raises UsageError with the column, counted from 1."""
     reader = _Reader(text)
@@ -65,7 +91,7 @@ def parse(text: str) -> Stack:
         stack.append(reader.level())
     if reader.peek():
         reader.fail("expected `>`")
-    if (stack[-1].name, stack[-1].view) != ("target", "full"):
+    if not stack[-1].decides:
         reader.fail("the last level must be `target(full)`, which alone decides the text")
     return tuple(stack)
 
@@ -112,7 +138,7 @@ class _Reader:
             self.fail("expected a level, one of " + ", ".join(VIEWS))
         if name == "ngram" and self.seen:
             self.fail("`ngram` can only be the first level")
-        if self.seen and (self.seen[-1].name, self.seen[-1].view) == ("target", "full"):
+        if self.seen and self.seen[-1].decides:
             self.fail("nothing may follow `target(full)`")
         self.take()
         spec = Spec(name, VIEWS[name][0] if VIEWS[name] else None)
@@ -123,6 +149,8 @@ class _Reader:
                 self.take()
                 spec = self.argument(spec)
             self.expect(")")
+        if spec.kv and spec.view != "full":
+            self.fail("a `kv=` copy is of all keys: its view is `full`")
         self.seen.append(spec)
         return spec
 
@@ -132,8 +160,11 @@ class _Reader:
             self.take()
             self.expect("=")
             return replace(spec, width=self.number(1, LONGEST))
+        if word in FORMATS and spec.name == "target":
+            return self.copy(spec, word)
         if word not in VIEWS[spec.name]:
-            choices = [*VIEWS[spec.name], "width=N"]
+            copies = ["w=FORMAT", "kv=FORMAT"] if spec.name == "target" else []
+            choices = [*VIEWS[spec.name], *copies, "width=N"]
             self.fail(f"expected for `{spec.name}` one of " + ", ".join(choices))
         self.take()
         if self.peek() != ":":
@@ -142,6 +173,16 @@ class _Reader:
             self.fail("`full` takes no budget")
         self.take()
         return replace(spec, view=word, budget=self.number(64, 1 << 24))
+
+    def copy(self, spec: Spec, what: str) -> Spec:
+        """`w=` or `kv=`, of which the latter is a copy of all keys."""
+        self.take()
+        self.expect("=")
+        form = self.peek()
+        if form not in FORMATS[what]:
+            self.fail(f"expected for `{what}` one of " + ", ".join(FORMATS[what]))
+        self.take()
+        return replace(spec, weights=form) if what == "w" else replace(spec, kv=form)
 
     def number(self, low: int, high: int) -> int:
         token = self.peek()

@@ -1,4 +1,4 @@
-"""Widths from measurements: which levels to use and how many tokens each should propose.
+"""Levels and widths from measurements: which levels to use and how many tokens each should propose.
 
 Acceptance and step times are measured as the run goes. The rate of every choice follows from them (TriForce, arXiv
 2404.11912, section 4.3; Leviathan et al., arXiv 2211.17192, equation 1), plain decoding is one of the choices, and so
@@ -9,10 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 WIDTHS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 15, 20, 24, 31, 40, 48, 63)
-MEMORY = 0.94  # share of an average that one more round leaves to the past
-PROBE_COST = 0.015  # share of the time that may go into trying speculation again
+MEMORY = 0.96  # share of an average that one more round leaves to the past
+PROBE_COST = 0.012  # share of the time that may go into trying speculation again
+STALE = 64  # rounds after which a level's measurements are worth renewing
+HOPE, GUESS = 0.15, 3.0  # what is added to a guessed acceptance, and the weight of a guess: the unknown is tried
+WORTHWHILE = 0.6  # share of the best rate that a choice must promise to be tried for that
 
 
 @dataclass
@@ -44,14 +48,26 @@ class Used:
     seconds: float
 
 
+@dataclass(frozen=True)
+class Plan:
+    """Levels of one round, cheapest first, and how many tokens each proposes at a time; none for plain decoding."""
+
+    levels: tuple[int, ...] = ()
+    widths: tuple[int, ...] = ()
+
+
+PLAIN = Plan()
+
+
 @dataclass
 class Tuner:
-    """Chooses the widths of the next round. Level 0 is the cheapest; the target, above them, is not counted."""
+    """Chooses the levels and widths of the next round. The target, above all levels, is not counted."""
 
     sequential: Sequence[bool]  # per level: one pass a token (a model), or one for all (n-grams)
     fixed: Sequence[int | None]  # per level: the width that the user set
     block: int  # tokens that the target's block has room for
-    adapt: bool = True  # else always the widths to begin with
+    adapt: bool = True  # else always the first chain, at the widths to begin with
+    chains: Sequence[tuple[int, ...]] = ()  # levels that may work together, cheapest first; () for all of them
     rounds: int = 0
     plain_rounds: int = 0
     acceptance: dict[int, Average] = field(
@@ -60,67 +76,62 @@ class Tuner:
     yields: dict[int, Average] = field(default_factory=dict)  # level -> share of a width that it fills
     cost: dict[int, Average] = field(default_factory=dict)  # level -> seconds of a pass
     target: dict[int, Average] = field(default_factory=dict)  # rows drafted -> seconds of the target's pass
+    seen: dict[int, int] = field(default_factory=dict)  # level -> tokens that its acceptance was measured by
+    used: dict[tuple[int, ...], int] = field(default_factory=dict)  # chain -> rounds
+    last: dict[int, int] = field(default_factory=dict)  # level -> round of its last use
     next_probe: int = 0
     probes: int = 0
 
     def __post_init__(self) -> None:
         for level in range(len(self.sequential)):
-            self.acceptance[level] = Average(2.4, 3.0)
+            self.acceptance[level] = Average(0.8 * GUESS, GUESS)
             self.yields[level] = Average(1.0, 1.0)
+        self.chains = self.chains or [tuple(range(len(self.sequential)))]
+        self._parts = list(dict.fromkeys(chain[:n] for chain in self.chains for n in range(1, len(chain) + 1)))
 
-    def plan(self) -> tuple[int, ...]:
-        """Widths of the levels to use in the next round, cheapest first; empty for plain decoding."""
+    def plan(self) -> Plan:
+        """What to do in the next round."""
         if not self.sequential:
-            return ()
-        if not self.adapt or any(level not in self.cost for level in range(len(self.sequential))):
-            return tuple(
-                min(self.block, width or first) for width, first in zip(self.fixed, self._first(), strict=True)
-            )
+            return PLAIN
+        if not self.adapt:
+            return self._first(self.chains[0])
+        for chain in self.chains:
+            if any(level not in self.cost for level in chain):
+                return self._first(chain)
         if 0 not in self.target:
-            return ()
-        best = max(self._choices(), key=self.rate)
-        if self.rate(best) > self.rate(()):
-            return best
-        return self._probe() if self.rounds >= self.next_probe else ()
+            return PLAIN
+        plans = [self._best(part) for part in self._parts]
+        best = max(plans, key=self.rate)
+        if self.rate(best) > self.rate(PLAIN):
+            return self._renewal(plans, self.rate(best)) or best
+        return self._probe(plans) if self.rounds >= self.next_probe else PLAIN
 
-    def _probe(self) -> tuple[int, ...]:
-        """The best widths of one depth, of another at every call: a level not tried again would never be known."""
-        self.probes += 1
-        depth = 1 + self.probes % len(self.sequential)
-        best = max((widths for widths in self._choices() if len(widths) == depth), key=self.rate)
-        loss = self.seconds(best) / self.seconds(())
-        self.next_probe = self.rounds + max(16, round(loss / PROBE_COST))
-        return best
-
-    def learn(self, widths: Sequence[int], used: Sequence[Used], drafted: int, target_seconds: float) -> None:
+    def learn(self, plan: Plan, used: Sequence[Used], drafted: int, target_seconds: float) -> None:
         """Enter a round: what each used level did, the tokens given to the target, its seconds."""
         self.rounds += 1
-        self.plain_rounds += not widths
+        self.plain_rounds += not plan.levels
+        self.used[plan.levels] = self.used.get(plan.levels, 0) + 1
         self.target.setdefault(drafted, Average()).add(target_seconds, 1)
-        for level, (width, did) in enumerate(zip(widths, used, strict=False)):
+        for level, width, did in zip(plan.levels, plan.widths, used, strict=True):
+            self.last[level] = self.rounds
             if did.passes:
                 self.cost.setdefault(level, Average()).add(did.seconds, did.passes)
             self.acceptance[level].add(did.kept, did.kept + did.refused)
+            self.seen[level] = self.seen.get(level, 0) + did.kept + did.refused
             if not self.sequential[level]:
                 self.yields[level].add(did.proposed / width, did.passes)
 
-    def rate(self, widths: Sequence[int]) -> float:
-        """Tokens a second that these widths promise."""
-        return self.tokens(widths) / self.seconds(widths)
+    def rate(self, plan: Plan) -> float:
+        """Tokens a second that a plan promises."""
+        return self.tokens(plan) / self.seconds(plan)
 
-    def tokens(self, widths: Sequence[int]) -> float:
+    def tokens(self, plan: Plan) -> float:
         """Tokens that a pass of the verifier above these levels brings: those kept and one of its own."""
-        if not widths:
-            return 1.0
-        level = len(widths) - 1
-        kept = min(self.acceptance[level].mean, 0.999)
-        whole = (1 - kept ** (widths[-1] + 1)) / (1 - kept)
-        filled = self.yields[level].mean
-        return filled * whole + (1 - filled)
+        return self._brings(plan.levels[-1], plan.widths[-1]) if plan.levels else 1.0
 
-    def seconds(self, widths: Sequence[int]) -> float:
+    def seconds(self, plan: Plan) -> float:
         """Seconds of one round: the target's pass and all below it."""
-        return self._target_seconds(widths[-1] if widths else 0) + self._draft_seconds(widths)
+        return self._target_seconds(plan.widths[-1] if plan.levels else 0) + self._seconds_below(plan)
 
     @property
     def plain_seconds(self) -> float:
@@ -132,16 +143,63 @@ class Tuner:
         """Whether most rounds after the first few were plain because that measured faster."""
         return self.plain_rounds > max(4, self.rounds // 2)
 
-    def _first(self) -> list[int]:
+    def _first(self, chain: Sequence[int]) -> Plan:
         """Widths to begin with: the paper's 2 and 6, a whole block of n-grams (arXiv 2404.11912, table 8)."""
-        return [6 if level or not sequential else 2 for level, sequential in enumerate(self.sequential)]
+        first = [6 if place or not self.sequential[level] else 2 for place, level in enumerate(chain)]
+        widths = [min(self.block, self.fixed[level] or width) for level, width in zip(chain, first, strict=True)]
+        return Plan(tuple(chain), tuple(widths))
 
-    def _draft_seconds(self, widths: Sequence[int]) -> float:
-        if not widths:
-            return 0.0
-        level = len(widths) - 1
-        passes = widths[-1] / self.tokens(widths[:-1]) if self.sequential[level] else 1.0
-        return passes * (self.cost[level].mean + self._draft_seconds(widths[:-1]))
+    def _best(self, chain: tuple[int, ...]) -> Plan:
+        """The best widths of a chain. Below the top a level's best width is that of the cheapest token handed up."""
+        widths: tuple[int, ...] = ()
+        for place, level in enumerate(chain):
+            choices = [Plan(chain[: place + 1], (*widths, width)) for width in self._widths(level)]
+            by = partial(self._rate_below, chain[place + 1]) if place + 1 < len(chain) else self.rate
+            widths = max(choices, key=by).widths
+        return Plan(chain, widths)
+
+    def _rate_below(self, above: int, plan: Plan) -> float:
+        """Tokens a second of the level `above` that works on what this plan's levels propose."""
+        return self.tokens(plan) / (self.cost[above].mean + self._seconds_below(plan))
+
+    def _widths(self, level: int) -> Sequence[int]:
+        fixed = self.fixed[level]
+        return (min(fixed, self.block),) if fixed else [w for w in WIDTHS if w <= self.block]
+
+    def _renewal(self, plans: Sequence[Plan], rate: float) -> Plan | None:
+        """A plan whose levels have not been tried for long, if it might do: texts change, and so does acceptance."""
+        if self.rounds < self.next_probe:
+            return None
+        stale = [p for p in plans if self.rounds - min(self.last.get(n, 0) for n in p.levels) > STALE]
+        plan = max(stale, key=self.rate, default=None)
+        if plan is None or self.rate(plan) < WORTHWHILE * rate:
+            return None
+        self.next_probe = self.rounds + STALE // len(self.sequential)
+        return plan
+
+    def _probe(self, plans: Sequence[Plan]) -> Plan:
+        """A plan other than the last one tried: a level not tried again would never be known."""
+        self.probes += 1
+        tried = plans[self.probes % len(plans)]
+        loss = self.seconds(tried) / self.seconds(PLAIN)
+        self.next_probe = self.rounds + max(16, round(loss / PROBE_COST))
+        return tried
+
+    def _brings(self, level: int, width: int) -> float:
+        hope = HOPE * GUESS / (GUESS + self.seen.get(level, 0))
+        kept = min(self.acceptance[level].mean + hope, 0.999)
+        whole = (1 - kept ** (width + 1)) / (1 - kept)
+        filled = self.yields[level].mean
+        return filled * whole + (1 - filled)
+
+    def _seconds_below(self, plan: Plan) -> float:
+        """Seconds that the plan's levels take to propose one block."""
+        seconds, brought = 0.0, 1.0
+        for level, width in zip(plan.levels, plan.widths, strict=True):
+            passes = width / brought if self.sequential[level] else 1.0
+            seconds = passes * (self.cost[level].mean + seconds)
+            brought = self._brings(level, width)
+        return seconds
 
     def _target_seconds(self, drafted: int) -> float:
         """Between the nearest widths measured; the time of a block is taken to grow evenly."""
@@ -152,20 +210,8 @@ class Tuner:
         low, high = self.target[below].mean, self.target[above].mean
         return low if above == below else low + (high - low) * (drafted - below) / (above - below)
 
-    def _choices(self) -> Iterator[tuple[int, ...]]:
-        """Every way to use the levels: from the cheapest up to some, at the widths worth trying."""
-
-        def widths(level: int) -> Sequence[int]:
-            fixed = self.fixed[level]
-            return (min(fixed, self.block),) if fixed else [w for w in WIDTHS if w <= self.block]
-
-        partial: list[tuple[int, ...]] = [()]
-        for level in range(len(self.sequential)):
-            free = self.fixed[level] is None
-            partial = [
-                (*head, width)
-                for head in partial
-                for width in widths(level)
-                if not (head and free) or width >= min(head[-1], self.block)
-            ]
-            yield from partial
+    def choices(self) -> Iterator[Plan]:
+        """The best plan of every way to use the levels, for a person to see; costs must have been measured."""
+        for part in self._parts:
+            if all(level in self.cost for level in part):
+                yield self._best(part)

@@ -1,15 +1,17 @@
 """Views: which part of the keys a level attends to. Only the full view of the target decides the output.
 
-Before a pass a view says which tokens of a text it still has to be fed (`missing`); for the pass it gives the memory
-that keys and values go to (`begin`); after it, it counts the tokens as held (`fed`).
+Before a pass a view brings itself up to date (`prepare`) and says which tokens of a text it still has to be fed
+(`missing`); for the pass it gives the memory that keys and values go to (`begin`); after it, it counts the tokens as
+held (`fed`).
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol, Self
 
 import torch
 from torch import Tensor
@@ -18,14 +20,32 @@ from hspec_decoding.cache import KVStore
 from hspec_decoding.config import ModelConfig
 from hspec_decoding.model import Norms
 from hspec_decoding.sequence import Held, Text
-from hspec_kernels.attention import Reach, attend
+from hspec_kernels.attention import (
+    GROUP,
+    PACKED,
+    Quantized,
+    QuantizedKV,
+    Reach,
+    attend,
+    attend_split,
+    attend_with,
+)
 from hspec_kernels.rope import rope_append
+from hspec_kernels.shapes import on_triton
 
+if TYPE_CHECKING:
+    from hspec_decoding.sparse import ChunkMeans
+
+TAIL = 512  # slots at most between what a copy in few bits holds and the end of a pass
 QUERIES = 64  # rows of a pass, the last ones, whose queries are kept for views that select by them
 
 
 class View(Protocol):
     """Part of a KV cache that one level reads."""
+
+    def prepare(self, texts: Sequence[Text]) -> float:
+        """Follow what was committed since; the seconds of it that were spent once and for all."""
+        ...
 
     def missing(self, text: Text) -> list[int]:
         """Tokens to feed so that all of `text` is held; never empty, the last one is always fed."""
@@ -52,11 +72,26 @@ class Layout:
     positions: list[int]
     first: dict[int | None, list[int]]
     extent: dict[int | None, list[int]]
+    copied: list[int] | None = None  # leading tokens of each sequence that are read from a copy in few bits
+    padded: bool = False  # always so many rows, of which the last may be repetitions
 
     @property
     def numbers(self) -> list[list[int]]:
-        """What changes from pass to pass, [2 + windows, B]."""
-        return [self.slots, self.positions, *self.first.values()]
+        """What changes from pass to pass, [2 + windows (+ 1), B]."""
+        return [self.slots, self.positions, *self.first.values(), *([] if self.copied is None else [self.copied])]
+
+    def behind(self, fed: Sequence[int], rows: int) -> Layout:
+        """The layout of `rows` behind the first `fed[b]` rows of each sequence."""
+
+        def moved(starts: list[int]) -> list[int]:
+            return [at + n for at, n in zip(starts, fed, strict=True)]
+
+        first = {window: moved(starts) for window, starts in self.first.items()}
+        extent = {window: [at + rows for at in starts] for window, starts in first.items()}
+        return replace(self, rows=rows, positions=moved(self.positions), first=first, extent=extent)
+
+
+Recorded = tuple[Tensor, Tensor | None]  # queries [B, R, H, D] of a layer, and log-sum-exps [B, R, H] where known
 
 
 class Pass:
@@ -65,14 +100,41 @@ class Pass:
     What changes from pass to pass is in one tensor, `numbers`, so that a captured pass can be told where it stands.
     """
 
-    def __init__(self, config: ModelConfig, store: KVStore, layout: Layout, *, windowed: bool) -> None:
-        """`windowed`: slots are positions, so that sliding windows still have to be applied."""
-        self.config, self.store, self.layout, self.windowed = config, store, layout, windowed
-        self.queries: list[Tensor] | None = None
+    def __init__(
+        self,
+        config: ModelConfig,
+        store: KVStore,
+        layout: Layout,
+        *,
+        windowed: bool,
+        record: bool = False,
+        copies: list[QuantizedKV] | None = None,
+    ) -> None:
+        """`windowed`: slots are positions, so that sliding windows still have to be applied. `record`: keep the
+        queries of the last rows. `copies`: by layer, what the leading tokens are read from instead of the store.
+        """
+        self.config, self.store, self.layout, self.windowed, self.copies = config, store, layout, windowed, copies
+        self.recorded: list[Recorded] | None = [] if record else None
+
+    @property
+    def key(self) -> tuple[object, ...]:
+        """What a captured pass must have in common with this one, besides the layout's shape."""
+        return self.store, self.recorded is None, self.copies and id(self.copies)
+
+    def moved(self, layout: Layout) -> Self:
+        """The same with rows elsewhere."""
+        return type(self)(
+            self.config,
+            self.store,
+            layout,
+            windowed=self.windowed,
+            record=self.recorded is not None,
+            copies=self.copies,
+        )
 
     @cached_property
     def numbers(self) -> Tensor:
-        """int64 [2 + windows, B] on the store's device: slots, positions, first slots by window."""
+        """int64 [2 + windows (+ 1), B] on the store's device: slots, positions, first slots by window, copied."""
         return torch.tensor(self.layout.numbers, device=self.store.device)
 
     @cached_property
@@ -83,18 +145,41 @@ class Pass:
     def reach(self) -> dict[int | None, Reach]:
         """What the rows see, by the sliding window of a layer."""
         layout, slots = self.layout, self.numbers[0]
-        return {
-            window: Reach(slots, first, layout.rows, tuple(layout.extent[window]), window if self.windowed else None)
-            for window, first in zip(layout.first, self.numbers[2:], strict=True)
-        }
+        found = {}
+        for window, first in zip(layout.first, self.numbers[2:], strict=False):
+            start = self.numbers[-1] if layout.copied is not None and window is None else None
+            seen = window if self.windowed else None
+            extent = tuple(min(n, self.store.capacity) for n in layout.extent[window])
+            known = tuple(zip(layout.slots, layout.first[window], strict=True))
+            found[window] = Reach(slots, first, layout.rows, extent, seen, start=start, span=TAIL, known=known)
+        return found
 
     def attend(self, layer: int, stacked: Tensor, cos: Tensor, sin: Tensor, norms: Norms) -> Tensor:
-        reach = self.reach[self.config.windows[layer]]
+        window = self.config.windows[layer]
+        reach = self.reach[window]
         keys, values = self.store.keys[layer], self.store.values[layer]
         query = rope_append(stacked, cos, sin, keys, values, reach.slots, reach.first, norms)
-        if self.queries is not None:
-            self.queries.append(query[:, -QUERIES:].clone())
-        return attend(query, keys, values, reach)
+        if self.copies is not None and window is None:
+            prefix = Quantized(self.copies[layer], reach.slots, self.numbers[-1], max(reach.extent))
+            return attend_with(query, prefix, keys, values, reach)[0]
+        if self.recorded is None:
+            return attend(query, keys, values, reach)
+        lse = None
+        if on_triton(query) and reach.rows <= PACKED:
+            out, lse = attend_split(query, keys, values, reach)
+        else:
+            out = attend(query, keys, values, reach)
+        self.recorded.append((query[:, -QUERIES:], lse))
+        return out
+
+
+@dataclass(frozen=True)
+class Verified:
+    """Where the queries of a text's last pass are: sequence `b` of `layers`, row 0 at position `first`."""
+
+    layers: list[Recorded]
+    b: int
+    first: int
 
 
 class FullView:
@@ -107,7 +192,11 @@ class FullView:
         self.config, self.store, self.bucket = config, store, bucket
         self.held = [Held() for _ in range(sequences)]
         self.record = False  # keep the queries of each pass, for views that select by them
-        self.recorded: dict[int, tuple[int, int, list[Tensor]]] = {}  # slot -> position of row 0, b, queries by layer
+        self.recorded: dict[int, Verified] = {}  # by slot
+        self.means: ChunkMeans | None = None  # one for all views that select by them
+
+    def prepare(self, texts: Sequence[Text]) -> float:  # noqa: ARG002
+        return 0.0
 
     def missing(self, text: Text) -> list[int]:
         return self.held[text.slot].missing(text.tokens, text.committed)
@@ -122,21 +211,16 @@ class FullView:
     def begin(self, texts: Sequence[Text], rows: int, live: Sequence[int] | None = None) -> Pass:
         """`live`: rows of each text that count; the rest is padding, and may stand beyond the text's bucket."""
         first = [len(self.held[text.slot]) for text in texts]
-        live = live or [rows] * len(texts)
+        padded, live = live is not None, live or [rows] * len(texts)
         extent = [-(-(at + n) // self.bucket) * self.bucket for at, n in zip(first, live, strict=True)]
         slots, windows = [text.slot for text in texts], set(self.config.windows)
-        layout = Layout(slots, rows, first, dict.fromkeys(windows, first), dict.fromkeys(windows, extent))
-        memory = Pass(self.config, self.store, layout, windowed=True)
-        if self.record:
-            memory.queries = []
+        first_by, extent_by = dict.fromkeys(windows, first), dict.fromkeys(windows, extent)
+        layout = Layout(slots, rows, first, first_by, extent_by, padded=padded)
+        memory = Pass(self.config, self.store, layout, windowed=True, record=self.record)
+        if memory.recorded is not None:
             for b, (slot, at) in enumerate(zip(slots, first, strict=True)):
-                self.recorded[slot] = (at + max(0, rows - QUERIES), b, memory.queries)
+                self.recorded[slot] = Verified(memory.recorded, b, at + max(0, rows - QUERIES))
         return memory
-
-    def verified_queries(self, layer: int, slot: int, length: int) -> Tensor:
-        """Queries [N, H, D], N ≥ 1, of the last pass's rows at positions below `length`; needs `record`."""
-        first, b, queries = self.recorded[slot]
-        return queries[layer][b, : length - first]
 
 
 class WindowView:
@@ -155,6 +239,9 @@ class WindowView:
         self.step = capacity - sinks - recent
         self.skipped = [0] * sequences  # tokens left out between the sinks and the window
 
+    def prepare(self, texts: Sequence[Text]) -> float:
+        return self.full.prepare(texts)
+
     def missing(self, text: Text) -> list[int]:
         held, skipped = self.full.held[text.slot], self.skipped[text.slot]
         beyond = len(text) - skipped - self.capacity
@@ -170,3 +257,59 @@ class WindowView:
 
     def begin(self, texts: Sequence[Text], rows: int) -> Pass:
         return self.full.begin(texts, rows)
+
+
+class InPlaceView:
+    """Every key, read where the target keeps it; with `copies`, committed ones from a copy of few bits, and only the
+    last GROUP or so in the target's own precision (KIVI, arXiv 2402.02750; QuantSpec, arXiv 2502.10424).
+
+    Rows that this level adds are written behind the target's own. What a pass of the target has not confirmed there
+    counts for nothing and is written over, so this view is for levels that only propose.
+    """
+
+    def __init__(self, config: ModelConfig, source: FullView, copies: list[QuantizedKV] | None, sequences: int) -> None:
+        self.config, self.source, self.copies = config, source, copies
+        self.held = [Held() for _ in range(sequences)]  # tokens added behind the committed ones
+        self.base = [-1] * sequences  # tokens whose exact keys the source held when last prepared
+        self.copied = [0] * sequences
+
+    def prepare(self, texts: Sequence[Text]) -> float:
+        started, store = time.perf_counter(), self.source.store
+        first = False
+        for text in texts:
+            slot, length = text.slot, text.committed - 1
+            if self.base[slot] != length:
+                first |= self.base[slot] < 0
+                self.held[slot].reset()
+                self.base[slot] = length
+                self._copy(slot, length // GROUP)
+        if not first:
+            return 0.0
+        if store.device.type == "cuda":
+            torch.cuda.synchronize(store.device)
+        return time.perf_counter() - started
+
+    def _copy(self, slot: int, groups: int) -> None:
+        """Bring the copy up to `groups` whole groups of tokens."""
+        done = self.copied[slot] // GROUP
+        if self.copies is None or groups <= done:
+            return
+        store = self.source.store
+        for copy, keys, values in zip(self.copies, store.keys, store.values, strict=True):
+            copy.fill(keys, values, slot, done, groups)
+        self.copied[slot] = groups * GROUP
+
+    def missing(self, text: Text) -> list[int]:
+        length = self.base[text.slot]
+        return self.held[text.slot].missing(text.tokens[length:], text.committed - length)
+
+    def fed(self, text: Text, tokens: Sequence[int]) -> None:
+        self.held[text.slot].extend(tokens)
+
+    def begin(self, texts: Sequence[Text], rows: int) -> Pass:
+        slots, windows = [text.slot for text in texts], set(self.config.windows)
+        first = [self.base[slot] + len(self.held[slot]) for slot in slots]
+        extent = [at + rows for at in first]
+        copied = None if self.copies is None else [self.copied[slot] for slot in slots]
+        layout = Layout(slots, rows, first, dict.fromkeys(windows, first), dict.fromkeys(windows, extent), copied)
+        return Pass(self.config, self.source.store, layout, windowed=True, copies=self.copies)

@@ -14,8 +14,9 @@ from tiny_engine import answer, answers, prompt, random_decoder
 from hspec_decoding.checkpoints.checkpoint import Checkpoint
 from hspec_decoding.engine import Engine, Request, Settings
 from hspec_decoding.events import Emitted, Event, Finished, Prefilled, Round
-from hspec_decoding.load import check_memory, choose_stack
+from hspec_decoding.load import check_memory, choose_stacks
 from hspec_decoding.sampling import Sampling
+from hspec_decoding.tuner import PLAIN
 from hspec_profiles.errors import DoesNotFit, HspecError, UsageError
 
 Written = Callable[..., Checkpoint]
@@ -122,7 +123,7 @@ def test_a_draft_of_fewer_ids_does_not_limit_the_text(written: Written) -> None:
 )
 def test_settings_that_cannot_be_meant(options: dict[str, Any], says: str) -> None:
     with pytest.raises(UsageError, match=says):
-        choose_stack(Settings(**options), 4000, draft=False)
+        choose_stacks(Settings(**options), 4000, draft=False, gpu=False)
 
 
 @pytest.mark.parametrize(
@@ -256,7 +257,7 @@ def test_nothing_is_drafted_that_could_not_be_used(levels: str) -> None:
 
 
 def test_falling_back_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hspec_decoding.tuner.Tuner.plan", lambda _: ())
+    monkeypatch.setattr("hspec_decoding.tuner.Tuner.plan", lambda _: PLAIN)
     run = tiny_engine.engine("ngram > target(full)", random_decoder())
     answer(run, Request(prompt(50), 20))
     note = run.report().note

@@ -19,12 +19,14 @@ from tiny_engine import answer, config, contrary, decoder, stuck, weights
 from torch import Tensor
 
 from hspec_decoding.engine import Engine
-from hspec_decoding.levels import Coupled, Draft
+from hspec_decoding.levels import ModelLevel
 from hspec_decoding.model import Decoder
 from hspec_decoding.options import Request
-from hspec_decoding.sampling import Sampling, filtered, gumbel
+from hspec_decoding.rules import Coupled, Draft
+from hspec_decoding.sampling import Sampling, filtered
 from hspec_decoding.sequence import Text
-from hspec_decoding.tuner import Tuner
+from hspec_decoding.tuner import Plan, Tuner
+from hspec_kernels.sample import gumbel, stream
 from hspec_profiles.errors import HspecError
 
 BUCKET = 256  # slots that attention is rounded up to on a CPU
@@ -34,6 +36,8 @@ STACKS = {
     "streaming": "target(streaming:64) > target(full)",
     "checked draft": "ngram > draft > target(full)",
     "draft": "draft > target(full)",
+    "4-bit weights": "ngram > target(retrieval:64, w=int4) > target(full)",
+    "4-bit copy": "draft > target(full, kv=int4, w=nf4) > target(full)",
 }
 OPTIONS: dict[str, Sequence[Any]] = {
     "stack": tuple(STACKS),
@@ -126,8 +130,9 @@ def random_widths(monkeypatch: pytest.MonkeyPatch) -> None:
     """Another depth and other widths in every round."""
     chance = random.Random(7)
 
-    def plan(self: Tuner) -> tuple[int, ...]:
-        return tuple(chance.randint(1, self.block) for _ in range(chance.randint(0, len(self.sequential))))
+    def plan(self: Tuner) -> Plan:
+        levels = range(chance.randint(0, len(self.sequential)))
+        return Plan(tuple(levels), tuple(chance.randint(1, self.block) for _ in levels))
 
     monkeypatch.setattr(Tuner, "plan", plan)
 
@@ -189,8 +194,17 @@ class Recording(Coupled):
 
     rows: dict[int, Tensor]
 
-    def check(self, texts: Sequence[Text], drafts: Sequence[Draft], logits: Sequence[Tensor]) -> list[Draft]:
-        checked = super().check(texts, drafts, logits)
+    def check(self, texts: Sequence[Text], drafts: Sequence[Draft], model: ModelLevel) -> list[Draft]:
+        logits: list[Tensor] = []
+        score = model._score
+
+        def recording(*how: Any) -> list[Tensor]:
+            logits[:] = score(*how)
+            return logits
+
+        model._score = recording  # type: ignore[method-assign]
+        checked = super().check(texts, drafts, model)
+        del model._score
         for text, result, rows in zip(texts, checked, logits, strict=True):
             if len(text) == text.committed:  # not a check of one level by another
                 self.rows |= {len(text) + i: rows[i].clone() for i in range(len(result.tokens))}
@@ -383,7 +397,7 @@ def test_inexact_differs_at_ties_only(stack: str, family: str) -> None:
 
 def with_noise(logits: Tensor, asked: Request, position: int) -> Tensor:
     """What the coupled rule takes the largest of."""
-    noise = gumbel(asked.sampling.seed, asked.sequence, position, logits.shape[-1], logits.device)
+    noise = gumbel(stream(asked.sampling.seed, asked.sequence), position, logits.shape[-1], logits.device)
     return filtered(logits, asked.sampling)[0] + noise
 
 

@@ -19,9 +19,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from hspec_decoding.levels import Chooser, Coupled, Draft, Level, ModelLevel, NGram, Rejection, Verified
+from hspec_decoding.levels import Level, ModelLevel, Verified
 from hspec_decoding.model import Decoder
+from hspec_decoding.ngram import NGram
 from hspec_decoding.options import Request
+from hspec_decoding.rules import Chooser, Coupled, Draft, Rejection
 from hspec_decoding.sampling import Draws, Sampling, SeededDraws, accept, probabilities
 from hspec_decoding.sequence import Text
 from hspec_decoding.views import View
@@ -42,6 +44,8 @@ class Table(ModelLevel):
             for text, draft in zip(texts, drafts, strict=True)
         ]
 
+    choices = tiny_engine.chosen_from_logits
+
 
 def decode(
     texts: Sequence[Text], length: int, proposer: Level, target: ModelLevel, widths: Sequence[int], by: Chooser
@@ -49,16 +53,16 @@ def decode(
     """Rounds as the engine makes them, until every text has at least `length` tokens."""
     while active := [text for text in texts if len(text) < length]:
         drafts = proposer.propose(active, [7] * len(active), widths, by)
-        for text, result in zip(active, by.check(active, drafts, target.logits(active, drafts)), strict=True):
+        for text, result in zip(active, by.check(active, drafts, target), strict=True):
             text.commit(result.tokens)
 
 
 class Published(Rejection):
     """The rule of the published code's middle level: what follows a rejection is drawn from the verifier's own law."""
 
-    def check(self, texts: Sequence[Text], drafts: Sequence[Draft], logits: Sequence[Tensor]) -> list[Draft]:
+    def check(self, texts: Sequence[Text], drafts: Sequence[Draft], model: ModelLevel) -> list[Draft]:
         checked = []
-        for text, draft, rows in zip(texts, drafts, logits, strict=True):
+        for text, draft, rows in zip(texts, drafts, model.logits(texts, drafts), strict=True):
             own = list(probabilities(rows, self.sampling))
             tokens = accept(draft.tokens, draft.laws, own, _WithoutResidual(self.draws[text.slot], own))
             checked.append(Draft(tokens, own[: len(tokens)]))
@@ -230,6 +234,8 @@ class Chain(ModelLevel):
 
     def logits(self, texts: Sequence[Text], drafts: Sequence[Draft]) -> list[Tensor]:
         return [self.log[[text.tokens[-1], *draft.tokens]] for text, draft in zip(texts, drafts, strict=True)]
+
+    choices = tiny_engine.chosen_from_logits
 
 
 TARGET = markov(0)

@@ -14,8 +14,11 @@ from tiny_engine import CPU, random_decoder
 from torch import Tensor
 
 from hspec_decoding.cache import KVStore
-from hspec_decoding.levels import Chooser, Coupled, Draft, Level, ModelLevel, NGram, Rejection, Tally, Target, Verified
+from hspec_decoding.device import CPU_SHAPE, Shape
+from hspec_decoding.levels import Level, ModelLevel, Tally, Target, Verified
 from hspec_decoding.model import Decoder
+from hspec_decoding.ngram import NGram
+from hspec_decoding.rules import Chooser, Coupled, Draft, Rejection
 from hspec_decoding.sampling import Sampling, SeededDraws
 from hspec_decoding.sequence import Text, speculating
 from hspec_decoding.stack import LONGEST
@@ -113,6 +116,8 @@ class Fixed(ModelLevel):
         self.tally.passes += 1
         return rows
 
+    choices = tiny_engine.chosen_from_logits
+
 
 said = st.lists(st.integers(0, 3), min_size=40, max_size=40)
 
@@ -172,15 +177,15 @@ def test_texts_are_restored_when_a_level_fails() -> None:
 # the target
 
 
-def target(rows: int | None, bucket: int = 256) -> Target:
+def target(shape: Shape | None, bucket: int = 256) -> Target:
     model = random_decoder()
     store = KVStore(model.config, 2, 600, dtype=torch.float32, device=CPU)
-    return Target(model, FullView(model.config, store, 2, bucket), rows)
+    return Target(model, FullView(model.config, store, 2, bucket), shape)
 
 
 def test_prefill_leaves_the_last_token() -> None:
     """Told in chunks; the last token is the first of the first block."""
-    last, text = target(8), Text(0, 0, list(tiny_engine.prompt(300)))
+    last, text = target(CPU_SHAPE), Text(0, 0, list(tiny_engine.prompt(300)))
     assert list(last.prefill(text, 128)) == [128, 256, 299]
     assert last.view.missing(text) == text.tokens[-1:]
     assert list(last.prefill(Text(1, 1, [5]), 128)) == []
@@ -188,15 +193,16 @@ def test_prefill_leaves_the_last_token() -> None:
 
 @pytest.mark.parametrize(("length", "room"), [(1, 7), (249, 7), (250, 6), (255, 1), (256, 0), (257, 7)])
 def test_room_of_the_fixed_shape(length: int, room: int) -> None:
-    assert target(8).room(Text(0, 0, [0] * length)) == room
+    assert target(CPU_SHAPE).room(Text(0, 0, [0] * length)) == room
     assert target(None, bucket=1).room(Text(0, 0, [0] * length)) == LONGEST
+    assert target(Shape(32, 1, padded=False), bucket=1).room(Text(0, 0, [0] * length)) == 31
 
 
 def test_scores_are_of_the_last_token_and_the_draft() -> None:
     """In a batch whose texts need more and fewer rows, with the fixed shape and without."""
     texts = [Text(0, 0, list(tiny_engine.prompt(20))), Text(1, 1, [7])]
     drafts = [Draft([1, 2, 3]), Draft([])]
-    for last in (target(8), target(None, bucket=1)):
+    for last in (target(CPU_SHAPE), target(Shape(32, 1, padded=False), bucket=1), target(None, bucket=1)):
         for text in texts:
             for _ in last.prefill(text, 64):
                 pass

@@ -14,12 +14,14 @@ from torch import Tensor
 
 from hspec_decoding.cache import KVStore
 from hspec_decoding.config import ModelConfig
-from hspec_decoding.levels import Draft, ModelLevel, Target
+from hspec_decoding.device import CPU_SHAPE
+from hspec_decoding.levels import ModelLevel, Target
 from hspec_decoding.model import Decoder
+from hspec_decoding.rules import Draft
 from hspec_decoding.sequence import Text
 from hspec_decoding.sparse import CHUNK, SELECT, SINKS, ChunkMeans, Paper, Rule, SparseView, Streaming, VerifyFed
 from hspec_decoding.stack import LONGEST
-from hspec_decoding.views import FullView
+from hspec_decoding.views import FullView, Verified
 
 TAIL = 3 * LONGEST  # what a stack leaves room for
 RULES: dict[str, type[Rule]] = {"streaming": Streaming, **SELECT}
@@ -46,7 +48,7 @@ class Cache:
         store = KVStore(model.config, 1, 2048, dtype=model.dtype, device=CPU)
         full = FullView(model.config, store, 1, 256)
         view = sparse_view(model.config, full, 1, budget, rule)
-        cache = cls(Text(0, 0, list(tiny_engine.prompt(length))), Target(model, full, 8), view)
+        cache = cls(Text(0, 0, list(tiny_engine.prompt(length))), Target(model, full, CPU_SHAPE), view)
         for _ in cache.target.prefill(cache.text, 512):
             pass
         return cache
@@ -65,6 +67,16 @@ class Cache:
         found = [where[tuple(row)] for row in view.copy.keys[layer][0, head, :count].tolist()]
         assert torch.equal(view.copy.values[layer][0, head, :count], values[found])
         return found
+
+    def missing(self) -> list[int]:
+        """What the view lacks, after it was brought up to date."""
+        self.view.prepare([self.text])
+        return self.view.missing(self.text)
+
+    def queries(self, layer: int, length: int) -> Tensor:
+        """Those of the last pass's rows at positions below `length`, [N, H, D]."""
+        own = self.target.view.recorded[0]
+        return own.layers[layer][0][own.b, : length - own.first]
 
     def keys(self, layer: int, head: int) -> Tensor:
         """Final keys of the text but its last token."""
@@ -88,9 +100,10 @@ def test_positions(length: int, prompt: int, budget: int, rule: str) -> None:
     store.keys[0][0] = torch.arange(416.0)[:, None]  # every key says where it stands
     source = FullView(config, store, 1)
     view = sparse_view(config, source, 1, budget, RULES[rule]())
-    source.recorded[0] = (length - 1, 0, [torch.randn(1, 1, 4, 16)])
+    source.recorded[0] = Verified([(torch.randn(1, 1, 4, 16), None)], 0, length - 1)
     text = Text(0, 0, [0] * (length + 1))
     text.prompt = min(prompt, length + 1)
+    view.prepare([text])
     assert view.missing(text) == [0]
     count = view.filled[0][None]
     for head in range(2):
@@ -108,7 +121,7 @@ def test_positions(length: int, prompt: int, budget: int, rule: str) -> None:
 @pytest.mark.parametrize(("budget", "length"), [(24, 300), (64, 65), (64, 300), (65, 300), (200, 204)])
 def test_streaming_takes_sinks_and_a_window(budget: int, length: int) -> None:
     cache = Cache.of(random_decoder(), length + 1, budget, Streaming())
-    cache.view.missing(cache.text)
+    cache.missing()
     recent = budget - SINKS + (length - budget + SINKS) % CHUNK
     for layer in range(3):
         for head in range(2):
@@ -120,11 +133,11 @@ def test_verify_fed_takes_what_the_last_rows_attend_to(length: int) -> None:
     """Compared with softmax attention to the chunks' mean keys, summed over rows and heads."""
     cache = Cache.of(random_decoder(), length + 1, 80, VerifyFed())
     cache.verify([11, 12, 13])
-    assert cache.view.missing(cache.text) == [13]
+    assert cache.missing() == [13]
     cached = length + 3
     recent = 40 + (cached - 40) % CHUNK
     for layer in range(3):
-        rows = cache.target.view.verified_queries(layer, 0, cached)
+        rows = cache.queries(layer, cached)
         assert len(rows) == 3
         for head in range(2):
             means = cache.keys(layer, head)[: cached - recent].view(-1, CHUNK, 16).mean(1)
@@ -142,10 +155,10 @@ def test_verify_fed_takes_what_the_last_rows_attend_to(length: int) -> None:
 def test_paper_takes_by_the_last_query_of_the_prompt_and_keeps_its_ranking(length: int) -> None:
     """What is generated comes on top, in the place of the chunks that scored least."""
     cache = Cache.of(random_decoder(), length, 80, Paper())
-    cache.view.missing(cache.text)
+    cache.missing()
     ranked = {}
     for layer, head in ((0, 0), (1, 1), (2, 0)):
-        query = cache.target.view.verified_queries(layer, 0, length - 1)[-1][2 * head : 2 * head + 2].sum(0)
+        query = cache.queries(layer, length - 1)[-1][2 * head : 2 * head + 2].sum(0)
         whole = (length - 1) // CHUNK  # the last token is not cached when the prompt is scored
         dots = cache.keys(layer, head)[: whole * CHUNK].view(-1, CHUNK, 16).mean(1) @ query
         dots[: SINKS // CHUNK] = float("-inf")
@@ -153,7 +166,7 @@ def test_paper_takes_by_the_last_query_of_the_prompt_and_keeps_its_ranking(lengt
     for generated in (0, 1, 2, 9, 30, 60, 200):
         while (more := generated - (len(cache.text) - length)) > 0:
             cache.verify(list(range(20, 20 + min(8, more))))
-        cache.view.missing(cache.text)
+        cache.missing()
         cached = length + generated - 1
         for (layer, head), best in ranked.items():
             taken = cache.taken(layer, head)
@@ -178,12 +191,12 @@ def test_means_are_those_of_final_keys(select: str, length: int) -> None:
     """However the text grew: a mean is never taken of a chunk before its last key is there."""
     cache = Cache.of(random_decoder(), length, 64, SELECT[select]())
     for step in range(6):
-        cache.view.missing(cache.text)
+        cache.missing()
         cache.verify([step, step + 1, step + 2])
     means = cache.view.means
     assert means is not None
     for layer in range(3):
-        done = means.done[layer][0]
+        done = means.done[0]
         assert done > SINKS // CHUNK
         for head in range(2):
             wanted = cache.keys(layer, head)[: done * CHUNK].view(-1, CHUNK, 16).mean(1)
@@ -197,8 +210,9 @@ def test_means_grow() -> None:
     means = ChunkMeans(store, 2)
     for chunks in (1, 3, 2, 8):
         wanted = store.keys[0][1, :, : chunks * CHUNK].view(2, chunks, CHUNK, 16).mean(2)
-        torch.testing.assert_close(means.upto(0, 1, chunks), wanted)
-    assert means.done == [[0, 8]]
+        means.upto([1], [chunks])
+        torch.testing.assert_close(means.means[0][1, :, :chunks], wanted)
+    assert means.done == [0, 8]
 
 
 # when
@@ -210,14 +224,14 @@ def test_renewed_when_the_text_has_grown_and_only_then() -> None:
     level.logits([cache.text], [Draft([])])
     copied = [tensor.clone() for tensor in cache.view.copy.keys]
     cache.text.tokens += [5, 6]
-    assert cache.view.missing(cache.text) == [5, 6]
+    assert cache.missing() == [5, 6]
     level.logits([cache.text], [Draft([7])])
     del cache.text.tokens[-2:]
     for before, after in zip(copied, cache.view.copy.keys, strict=True):
         assert torch.equal(before[:, :, :64], after[:, :, :64])
     cache.verify([5, 9])
     cache.text.tokens += [6]
-    assert cache.view.missing(cache.text) == [9, 6]
+    assert cache.missing() == [9, 6]
     assert cache.view.base == [201]
 
 
@@ -259,7 +273,7 @@ def test_a_sparse_view_is_attention_over_what_it_took(rule: str) -> None:
     """One layer against attention written out, over other positions for each KV head."""
     model = random_decoder("llama", num_hidden_layers=1)
     cache = Cache.of(model, 300, 64, RULES[rule]())
-    assert cache.view.missing(cache.text) == cache.text.tokens[-1:]
+    assert cache.missing() == cache.text.tokens[-1:]
     memory = cache.view.begin([cache.text], 1)
     assert memory.positions.tolist() == [[299]]
     query, key, value = (torch.randn(1, 1, heads, 16) for heads in (4, 2, 2))

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 import random
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import pytest
 
-from hspec_decoding.tuner import WIDTHS, Tuner, Used
+from hspec_decoding.tuner import PLAIN, WIDTHS, Average, Plan, Tuner, Used
 
 
 @dataclass
@@ -22,10 +24,11 @@ class World:
     block: int = 7
     found: float = 1.0  # chance that an n-gram table has something to say
     noise: float = 0.0  # spread of measured seconds
+    chains: Sequence[tuple[int, ...]] = ()
     chance: random.Random = field(default_factory=lambda: random.Random(0))
 
     def tuner(self, fixed: Sequence[int | None] | None = None, adapt: bool = True) -> Tuner:
-        return Tuner(self.sequential, fixed or [None] * len(self.sequential), self.block, adapt)
+        return Tuner(self.sequential, fixed or [None] * len(self.sequential), self.block, adapt, self.chains)
 
     def run(self, tuner: Tuner, rounds: int) -> float:
         """Seconds a token over so many rounds."""
@@ -35,31 +38,33 @@ class World:
             tokens, seconds = tokens + gained, seconds + spent
         return seconds / tokens
 
-    def round(self, tuner: Tuner, widths: tuple[int, ...], room: int | None = None) -> tuple[int, float]:
+    def round(self, tuner: Tuner, plan: Plan, room: int | None = None) -> tuple[int, float]:
         """One round, of which the tuner is told: tokens gained and true seconds."""
-        did = [[0, 0, 0, 0, 0.0] for _ in widths]  # proposed, kept, refused, passes, seconds
+        did = {level: [0, 0, 0, 0, 0.0] for level in plan.levels}  # proposed, kept, refused, passes, seconds
         room = self.block if room is None else room
-        drafted = self._propose(len(widths) - 1, room, widths, did) if widths else 0
-        kept = self._check(len(widths) - 1, drafted, did) if widths else 0
-        tuner.learn(widths, [Used(*map(int, row[:4]), row[4]) for row in did], 0, self._measured(self.target))
-        return kept + 1, self.target + sum(row[3] * cost for row, cost in zip(did, self.cost, strict=False))
+        drafted = self._propose(plan, room, did) if plan.levels else 0
+        kept = self._check(plan.levels[-1], drafted, did) if plan.levels else 0
+        tuner.learn(plan, [Used(*map(int, row[:4]), row[4]) for row in did.values()], 0, self._measured(self.target))
+        return kept + 1, self.target + sum(row[3] * self.cost[level] for level, row in did.items())
 
-    def _propose(self, level: int, room: int, widths: Sequence[int], did: list[list[float]]) -> int:
+    def _propose(self, plan: Plan, room: int, did: dict[int, list[float]]) -> int:
+        level, width = plan.levels[-1], plan.widths[-1]
+        below = Plan(plan.levels[:-1], plan.widths[:-1])
         if not self.sequential[level]:
             self._pass(level, did)
-            return min(room, widths[level]) if self.chance.random() < self.found else 0
+            return min(room, width) if self.chance.random() < self.found else 0
         tokens = 0
-        while tokens < min(room, widths[level]):
-            below = self._propose(level - 1, room - tokens - 1, widths, did) if level else 0
-            tokens += 1 + (self._check(level - 1, below, did) if level else 0)
+        while tokens < min(room, width):
+            drafted = self._propose(below, room - tokens - 1, did) if below.levels else 0
+            tokens += 1 + (self._check(below.levels[-1], drafted, did) if below.levels else 0)
             self._pass(level, did)
         return tokens
 
-    def _pass(self, level: int, did: list[list[float]]) -> None:
+    def _pass(self, level: int, did: dict[int, list[float]]) -> None:
         did[level][3] += 1
         did[level][4] += self._measured(self.cost[level])
 
-    def _check(self, level: int, drafted: int, did: list[list[float]]) -> int:
+    def _check(self, level: int, drafted: int, did: dict[int, list[float]]) -> int:
         kept = 0
         while kept < drafted and self.chance.random() < self.kept[level]:
             kept += 1
@@ -72,18 +77,32 @@ class World:
         return seconds * (1 + self.noise * (2 * self.chance.random() - 1))
 
     def best(self) -> float:
-        """Seconds a token of the best choice that never changes, plain decoding among them."""
-        tuner = self.tuner()
-        tuner.cost = dict.fromkeys(range(len(self.cost)), tuner.acceptance[0])
-        choices = list(tuner._choices())
+        """Seconds a token of the best choice that never changes, plain decoding among them.
 
-        def run(widths: tuple[int, ...]) -> float:
-            rounds = [
-                self.round(self.tuner(), widths) for _ in range(1500)
-            ]  # so many that the best is not the luckiest
+        Of all choices those that the formulas like best are run, so many rounds that the best is not the luckiest.
+        """
+        chains = self.chains or [tuple(range(len(self.cost)))]
+        parts = {chain[:n] for chain in chains for n in range(1, len(chain) + 1)}
+        widths = [width for width in WIDTHS if width <= self.block]
+        choices = [
+            Plan(part, chosen)
+            for part in sorted(parts)
+            for chosen in itertools.product(widths, repeat=len(part))
+            if list(chosen) == sorted(chosen)
+        ]
+
+        tuner = self.tuner()
+        for level, (cost, kept) in enumerate(zip(self.cost, self.kept, strict=True)):
+            tuner.cost[level], tuner.acceptance[level] = Average(cost, 1), Average(kept, 1)
+            if not self.sequential[level]:
+                tuner.yields[level] = Average(self.found, 1)
+        tuner.target[0] = Average(self.target, 1)
+
+        def run(plan: Plan) -> float:
+            rounds = [self.round(self.tuner(), plan) for _ in range(1500)]
             return sum(spent for _, spent in rounds) / sum(gained for gained, _ in rounds)
 
-        return min(self.target, *map(run, choices))
+        return min(self.target, *map(run, sorted(choices, key=tuner.rate)[-10:]))
 
 
 STACKS: dict[str, tuple[list[bool], list[float]]] = {
@@ -120,7 +139,7 @@ def test_whole_blocks_where_all_is_kept_and_cheap(sequential: list[bool]) -> Non
     world = World(sequential, [0.01] * len(sequential), [1.0] * len(sequential))
     tuner = world.tuner()
     assert world.run(tuner, 200) < 0.2
-    assert tuner.plan()[-1] == 7
+    assert tuner.plan().widths[-1] == 7
     assert not tuner.fell_back
 
 
@@ -176,22 +195,23 @@ def test_rounds_without_room(sequential: list[bool], rounds: int) -> None:
 def test_times_that_grow_with_the_block() -> None:
     """Without the fixed shape the target's time depends on what it is given: between widths measured it is a line."""
     tuner = Tuner([True], [None], 63)
-    for width in (6, 0, 24):
-        tuner.learn((width,) * (width > 0), [Used(width, width, 0, width, 0.01 * width)], width, 1.0 + width / 24)
-    assert tuner.seconds((24,)) == pytest.approx(2.24)
-    assert tuner.seconds((12,)) == pytest.approx(1.5 + 0.12)
-    assert tuner.seconds((63,)) == pytest.approx(2.0 + 0.63)
+    tuner.learn(PLAIN, [], 0, 1.0)
+    for width in (6, 24):
+        tuner.learn(Plan((0,), (width,)), [Used(width, width, 0, width, 0.01 * width)], width, 1.0 + width / 24)
+    assert tuner.seconds(Plan((0,), (24,))) == pytest.approx(2.24)
+    assert tuner.seconds(Plan((0,), (12,))) == pytest.approx(1.5 + 0.12)
+    assert tuner.seconds(Plan((0,), (63,))) == pytest.approx(2.0 + 0.63)
     assert tuner.plain_seconds == 1.0
 
 
 @pytest.mark.parametrize(("fixed", "widths"), [([3, 5], (3, 5)), ([None, 5], (2, 5)), ([63, 63], (7, 7))])
 def test_widths_that_the_user_set(fixed: list[int | None], widths: tuple[int, ...]) -> None:
     world = World([True, True], [0.01, 0.01], [0.9, 0.9])
-    assert world.tuner(fixed, adapt=False).plan() == widths
+    assert world.tuner(fixed, adapt=False).plan() == Plan((0, 1), widths)
     tuner = world.tuner(fixed)
     for _ in range(200):
         planned = tuner.plan()
-        assert all(own in (None, got) or got == 7 for own, got in zip(fixed, planned, strict=False))
+        assert all(fixed[n] in (None, got) or got == 7 for n, got in zip(planned.levels, planned.widths, strict=True))
         world.round(tuner, planned)
 
 
@@ -203,14 +223,67 @@ def test_an_upper_width_below_a_lower_one() -> None:
 
 def test_without_levels_all_is_plain() -> None:
     tuner = Tuner([], [], 7)
-    assert tuner.plan() == ()
-    tuner.learn((), [], 0, 0.5)
+    assert tuner.plan() == PLAIN
+    tuner.learn(PLAIN, [], 0, 0.5)
     assert (tuner.plain_seconds, tuner.plain_rounds) == (0.5, 1)
 
 
 def test_widths_fit_the_block() -> None:
-    tuner = Tuner([True, False], [None, None], 5)
-    for choice in tuner._choices():
-        assert all(width in WIDTHS for width in choice)
-        assert max(choice) <= 5
-        assert list(choice) == sorted(choice)
+    world = World([True, True], [0.1, 0.2], [0.9, 0.9], block=5)
+    tuner = world.tuner()
+    world.run(tuner, 20)
+    for plan in tuner.choices():
+        assert all(width in WIDTHS for width in plan.widths)
+        assert max(plan.widths) <= 5
+
+
+# several chains
+
+CHAINS = [(0, 2), (1, 2), (0, 3), (1, 3), (0, 4), (1, 4)]  # n-grams or a draft, under one of three partial targets
+
+
+def several(kept: Sequence[float], found: float = 1.0) -> World:
+    return World([False, True, True, True, True], [0.001, 0.05, 0.1, 0.25, 0.4], kept, 1.0, 15, found, 0.1, CHAINS)
+
+
+@pytest.mark.parametrize(
+    "kept",
+    [
+        (0.7, 0.8, 0.98, 0.98, 0.98),  # code: the cheapest middle level
+        (0.2, 0.8, 0.66, 0.91, 0.95),  # prose: one that reads more
+        (0.1, 0.3, 0.2, 0.4, 0.98),
+        (0.9, 0.1, 0.1, 0.1, 0.1),
+        (0.0, 0.0, 0.0, 0.0, 0.0),
+    ],
+)
+def test_near_the_best_of_several_chains(kept: tuple[float, ...]) -> None:
+    world = several(kept)
+    assert world.run(world.tuner(), 2000) < 1.08 * world.best()
+
+
+def test_every_level_is_tried_before_one_is_chosen() -> None:
+    world = several((0.5, 0.5, 0.5, 0.5, 0.5))
+    tuner = world.tuner()
+    world.run(tuner, len(CHAINS))
+    assert set(tuner.cost) == {0, 1, 2, 3, 4}
+
+
+def test_another_chain_is_found_when_the_text_changes() -> None:
+    """From code to prose: the cheap level stops being kept, and one not used for long takes over."""
+    world = several((0.7, 0.8, 0.98, 0.98, 0.98))
+    tuner = world.tuner()
+    world.run(tuner, 1000)
+    world.kept = (0.2, 0.8, 0.4, 0.5, 0.97)
+    world.run(tuner, 600)
+    assert world.run(tuner, 1000) < 1.1 * world.best()
+
+
+def test_planning_is_quick() -> None:
+    """A round on a GPU takes some 20 ms: choosing must not be felt."""
+    world = several((0.7, 0.8, 0.98, 0.98, 0.98))
+    tuner = world.tuner()
+    world.run(tuner, 50)
+    started = time.perf_counter()
+    for _ in range(20):
+        tuner.plan()
+    assert (time.perf_counter() - started) / 20 < 0.005

@@ -16,7 +16,8 @@ from torch import Tensor
 from hspec_decoding.build import Parts, draft_window
 from hspec_decoding.cache import KVStore
 from hspec_decoding.graphs import Graphs
-from hspec_decoding.levels import Draft, ModelLevel, Target
+from hspec_decoding.levels import ModelLevel, Target
+from hspec_decoding.rules import Draft
 from hspec_decoding.sequence import Held, Text
 from hspec_decoding.sparse import SINKS
 from hspec_decoding.stack import LONGEST, Spec
@@ -82,12 +83,18 @@ def test_room_stays_in_the_bucket(length: int, drafted: int, bucket: int) -> Non
     drafted = min(drafted, view.room(text))
 
     def extent(live: int) -> int:
-        return view.begin([text], 8, [live]).reach[None].extent[0]
+        return view.begin([text], 8, [live]).layout.extent[None][0]
 
     assert extent(1 + drafted) == extent(1)
     assert extent(1) % bucket == 0
     assert length <= extent(1) < length + bucket
     assert extent(1 + view.room(text) + 1) > extent(1), "there is more room"
+
+
+def recorded(view: FullView, layer: int, length: int) -> Tensor:
+    """Queries [N, H, D] of the last pass's rows at positions below `length`."""
+    own = view.recorded[0]
+    return own.layers[layer][0][own.b, : length - own.first]
 
 
 def test_queries_of_the_last_pass_are_kept() -> None:
@@ -100,16 +107,16 @@ def test_queries_of_the_last_pass_are_kept() -> None:
     text = Text(0, 0, tokens)
     for _ in target.prefill(text, 150):
         pass
-    assert len(view.verified_queries(0, 0, 199)) == 49
+    assert len(recorded(view, 0, 199)) == 49
     target.logits([text], [Draft([1, 2, 3])])
-    last = view.verified_queries(1, 0, 201)
+    last = recorded(view, 1, 201)
     assert last.shape == (2, 4, 16)
     again = Target(model, FullView(model.config, store, 1), None)
     again.view.record = True
     for _ in again.prefill(Text(0, 0, [*tokens, 1, 2]), 300):
         pass
-    assert len(again.view.verified_queries(1, 0, 201)) == 64
-    torch.testing.assert_close(again.view.verified_queries(1, 0, 201)[-2:], last, rtol=0, atol=1e-4)
+    assert len(recorded(again.view, 1, 201)) == 64
+    torch.testing.assert_close(recorded(again.view, 1, 201)[-2:], last, rtol=0, atol=1e-4)
 
 
 @pytest.mark.parametrize("family", tiny_engine.FAMILIES)

@@ -1,0 +1,72 @@
+"""The two rules by which a verifier checks drafted tokens, each with its randomness."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from torch import Tensor
+
+from hspec_decoding.sampling import Draws, Sampling, accept, agree, probabilities
+from hspec_decoding.sequence import Text
+
+
+@dataclass
+class Draft:
+    """Tokens proposed after a text; under the rejection rule `laws[i]` [V] is the law that token i was drawn from."""
+
+    tokens: list[int]
+    laws: list[Tensor] = field(default_factory=list)
+
+
+class Judge(Protocol):
+    """What checks: a model that scores what follows a text."""
+
+    def logits(self, texts: Sequence[Text], drafts: Sequence[Draft]) -> list[Tensor]:
+        """For each text the logits [n + 1, V] after it and after each of its n drafted tokens."""
+        ...
+
+    def choices(self, texts: Sequence[Text], drafts: Sequence[Draft], sampling: Sampling) -> list[list[int]]:
+        """For each text the coupled samples after it and after each of its n drafted tokens."""
+        ...
+
+
+class Chooser(Protocol):
+    """How tokens are drawn and checked: one of the two rules, with its randomness."""
+
+    def check(self, texts: Sequence[Text], drafts: Sequence[Draft], model: Judge) -> list[Draft]:
+        """For each text the tokens that `model` makes of its draft of n tokens: from 1 to n + 1."""
+        ...
+
+
+@dataclass(frozen=True)
+class Coupled:
+    """The coupled rule: every level draws with the noise of the position."""
+
+    sampling: Sampling
+
+    def check(self, texts: Sequence[Text], drafts: Sequence[Draft], model: Judge) -> list[Draft]:
+        chosen = model.choices(texts, drafts, self.sampling)
+        return [Draft(agree(draft.tokens, own)) for draft, own in zip(drafts, chosen, strict=True)]
+
+
+@dataclass(frozen=True)
+class Rejection:
+    """The rejection rule: every level hands up the laws that its tokens were drawn from."""
+
+    sampling: Sampling
+    draws: dict[int, Draws]  # by slot
+
+    def check(self, texts: Sequence[Text], drafts: Sequence[Draft], model: Judge) -> list[Draft]:
+        checked = []
+        for text, draft, rows in zip(texts, drafts, model.logits(texts, drafts), strict=True):
+            target = list(probabilities(rows, self.sampling))
+            laws = [law.to(rows.device) for law in draft.laws]
+            tokens = accept(draft.tokens, laws, target, self.draws[text.slot])
+            checked.append(Draft(tokens, target[: len(tokens)]))
+        return checked
+
+
+class NonFinite(Exception):
+    """The target's logits are no numbers."""
