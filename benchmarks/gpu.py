@@ -13,6 +13,7 @@ printed for a method whose text differs from plain decoding's. The last line is 
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import statistics
 import sys
@@ -92,6 +93,7 @@ class Bench:
         old, target, draft = self.engine, self.engine.target, self.engine.draft
         parts = Parts(target, draft, old.parts.quantized)
         old.parts.forget()
+        gc.collect()
         torch.cuda.empty_cache()
         self.engine = Engine(target, draft, old.stacks, AUTO, context, parts)
 

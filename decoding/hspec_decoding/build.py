@@ -18,6 +18,7 @@ from hspec_decoding.views import FullView, InPlaceView, View, WindowView
 from hspec_kernels.attention import QuantizedKV
 from hspec_profiles.errors import UsageError
 
+DRAFTED, COPIED = 0.75, 0.93  # acceptance to expect of a draft model, and of the target with fewer keys or bits
 WINDOW = 256  # tokens of a streaming view
 LEAST_BUDGET, MOST_BUDGET, BUDGET_SHARE = 256, 4096, 8  # of a retrieval view: context / share, within these
 
@@ -109,7 +110,8 @@ class Parts:
 
     def level(self, name: str, decoder: Decoder, view: View) -> ModelLevel:
         """A level that runs `decoder` over `view`."""
-        return ModelLevel(name, decoder, view, self.graphs.get(id(decoder)))
+        guess = DRAFTED if decoder is self.draft else COPIED
+        return ModelLevel(name, decoder, view, self.graphs.get(id(decoder)), guess)
 
 
 @dataclass(frozen=True)

@@ -206,7 +206,11 @@ class Engine:
             block=self.shape.rows - 1 if self.shape else LONGEST,
             adapt=self.settings.adapt,
             chains=self.levels.chains,
+            guesses=[level.guess for level in self.levels.proposers],
         )
+        for level in (*self.levels.proposers, self.last):
+            if isinstance(level, ModelLevel):
+                level.crew = [run.text for run in self.runs]
         self.prefill_seconds = self.setup_seconds = self.decode_seconds = 0.0
 
     def _run(self, slot: int, request: Request) -> _Run:

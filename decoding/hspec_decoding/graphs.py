@@ -142,7 +142,7 @@ class Graphs:
 
         def run() -> Results:
             static = memory.moved(layout)
-            static.numbers = inputs[:said]
+            static.numbers, static.captured = inputs[:said], True
             hidden = self.decoder.forward(inputs[said + NOISE :].T, static)
             logits = self.decoder.logits(hidden)
             streams = inputs[said, :, None].expand(-1, layout.rows).reshape(-1)

@@ -53,6 +53,7 @@ class Level(Protocol):
     name: str
     tally: Tally
     sequential: bool  # a pass for every token, rather than one for a whole block
+    guess: float  # share of its tokens that may be kept, as long as nothing is known
 
     def read(self, text: Text) -> None:
         """Look at a prompt before it is answered."""
@@ -72,7 +73,10 @@ BEHIND = 8  # tokens that a level may catch up on within a block
 
 @dataclass(frozen=True)
 class _Block:
-    """One pass: the tokens of each text that it is fed, what they see, and the rows that are wanted."""
+    """One pass: the tokens of each text that it is fed, what they see, and the rows that are wanted.
+
+    A captured pass is one of the whole batch, so texts that have no part in it come along behind those that do.
+    """
 
     texts: Sequence[Text]
     feed: list[list[int]]
@@ -95,9 +99,13 @@ class ModelLevel:
 
     sequential = True
 
-    def __init__(self, name: str, decoder: Decoder, view: View, graphs: Graphs | None = None) -> None:
+    def __init__(
+        self, name: str, decoder: Decoder, view: View, graphs: Graphs | None = None, guess: float = 0.75
+    ) -> None:
         """With `graphs`, passes are captured and replayed."""
         self.name, self.decoder, self.view, self.graphs, self.tally = name, decoder, view, graphs, Tally()
+        self.guess = guess
+        self.crew: Sequence[Text] = ()  # all texts of a batch
 
     def read(self, text: Text) -> None:
         """Nothing to do: what a model must know of a text it is fed when it is asked."""
@@ -120,9 +128,9 @@ class ModelLevel:
                 logits = [rows[span] for rows, span in zip(replayed.logits, block.spans, strict=True)]
             else:
                 logits = self._score(self._forward(block.padded, block.memory), block.spans)
-            self._fed(block)
+            self._fed(block, len(texts))
             self.decoder.finish()
-        return logits
+        return logits[: len(texts)]
 
     def choices(self, texts: Sequence[Text], drafts: Sequence[Draft], sampling: Sampling) -> list[list[int]]:
         """For each text the coupled samples after it and after each of its n drafted tokens, in one pass."""
@@ -139,10 +147,10 @@ class ModelLevel:
                 logits = self._score(self._forward(block.padded, block.memory), block.spans)
                 chosen = [
                     choose(rows, sampling, [text.key] * len(rows), range(len(text), len(text) + len(rows)))
-                    for text, rows in zip(texts, logits, strict=True)
+                    for text, rows in zip(block.texts, logits, strict=True)
                 ]
-            self._fed(block)
-        return chosen
+            self._fed(block, len(texts))
+        return chosen[: len(texts)]
 
     def _sound(self, chosen: list[int]) -> list[int]:
         """Where logits are no numbers, which a broken draft may give, any token will do."""
@@ -161,8 +169,8 @@ class ModelLevel:
             chosen = self.graphs.chain(
                 block.padded, block.memory, block.noise(sampling), list(map(len, block.feed)), max(lengths), clock
             )
-            self._fed(block)
-            for b, tokens in zip(going, chosen.T.tolist(), strict=True):
+            self._fed(block, len(some))
+            for b, tokens in zip(going, chosen.T.tolist(), strict=False):
                 drafts[b].tokens += self._sound(tokens[: lengths[b]])
                 self.view.fed(texts[b], drafts[b].tokens[:-1])
         self.tally.passes += max(lengths) - 1
@@ -193,12 +201,18 @@ class ModelLevel:
         self.tally.seconds += time.perf_counter() - started - clock.left_out
 
     def _block(self, texts: Sequence[Text], drafts: Sequence[Draft], clock: Clock) -> _Block:
-        clock.left_out += self.view.prepare(texts)
+        slots = {text.slot for text in texts}
+        riders = [text for text in self.crew if text.slot not in slots] if self.graphs else []
+        aboard = [*texts, *riders]
+        clock.left_out += self.view.prepare(aboard)
         feed = [self._caught_up(text) + draft.tokens for text, draft in zip(texts, drafts, strict=True)]
-        return _Block(texts, feed, self._begin(texts, feed), _spans(feed, drafts))
+        feed += [text.tokens[-1:] for text in riders]
+        spans = _spans(feed, [*drafts, *(Draft([]) for _ in riders)])
+        return _Block(aboard, feed, self._begin(aboard, feed), spans)
 
-    def _fed(self, block: _Block) -> None:
-        for text, tokens in zip(block.texts, block.feed, strict=True):
+    def _fed(self, block: _Block, count: int) -> None:
+        """Count what the first `count` texts were fed."""
+        for text, tokens in zip(block.texts[:count], block.feed, strict=False):
             self.view.fed(text, tokens)
 
     def _caught_up(self, text: Text) -> list[int]:
@@ -285,7 +299,7 @@ class Verified:
 
     def __init__(self, below: Level, model: ModelLevel) -> None:
         self.below, self.model = below, model
-        self.name, self.tally = model.name, model.tally
+        self.name, self.tally, self.guess = model.name, model.tally, model.guess
 
     def read(self, text: Text) -> None:
         self.below.read(text)

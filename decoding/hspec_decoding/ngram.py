@@ -15,7 +15,7 @@ from hspec_decoding.sequence import Text
 class NGram:
     """Prompt lookup: what followed the last place where the text's last tokens stood before."""
 
-    sequential = False
+    sequential, guess = False, 0.5
 
     def __init__(self, vocab_size: int, sequences: int, longest: int = 4, shortest: int = 2) -> None:
         self.name, self.tally = "ngram", Tally()

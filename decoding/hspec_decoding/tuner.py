@@ -15,7 +15,8 @@ WIDTHS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 15, 20, 24, 31, 40, 48, 63)
 MEMORY = 0.96  # share of an average that one more round leaves to the past
 PROBE_COST = 0.012  # share of the time that may go into trying speculation again
 STALE = 64  # rounds after which a level's measurements are worth renewing
-HOPE, GUESS = 0.15, 3.0  # what is added to a guessed acceptance, and the weight of a guess: the unknown is tried
+GUESSED = 0.8  # acceptance of a level of which nothing is known
+HOPE, GUESS = 0.15, 6.0  # what is added to a guessed acceptance, and the weight of a guess: the unknown is tried
 WORTHWHILE = 0.6  # share of the best rate that a choice must promise to be tried for that
 
 
@@ -68,6 +69,7 @@ class Tuner:
     block: int  # tokens that the target's block has room for
     adapt: bool = True  # else always the first chain, at the widths to begin with
     chains: Sequence[tuple[int, ...]] = ()  # levels that may work together, cheapest first; () for all of them
+    guesses: Sequence[float] = ()  # per level: the acceptance to begin with
     rounds: int = 0
     plain_rounds: int = 0
     acceptance: dict[int, Average] = field(
@@ -84,7 +86,8 @@ class Tuner:
 
     def __post_init__(self) -> None:
         for level in range(len(self.sequential)):
-            self.acceptance[level] = Average(0.8 * GUESS, GUESS)
+            guess = self.guesses[level] if self.guesses else GUESSED
+            self.acceptance[level] = Average(guess * GUESS, GUESS)
             self.yields[level] = Average(1.0, 1.0)
         self.chains = self.chains or [tuple(range(len(self.sequential)))]
         self._parts = list(dict.fromkeys(chain[:n] for chain in self.chains for n in range(1, len(chain) + 1)))

@@ -115,6 +115,7 @@ class Pass:
         """
         self.config, self.store, self.layout, self.windowed, self.copies = config, store, layout, windowed, copies
         self.recorded: list[Recorded] | None = [] if record else None
+        self.captured = False  # only `numbers` will be true when this is replayed, and not the layout
 
     @property
     def key(self) -> tuple[object, ...]:
@@ -150,7 +151,7 @@ class Pass:
             start = self.numbers[-1] if layout.copied is not None and window is None else None
             seen = window if self.windowed else None
             extent = tuple(min(n, self.store.capacity) for n in layout.extent[window])
-            known = tuple(zip(layout.slots, layout.first[window], strict=True))
+            known = None if self.captured else tuple(zip(layout.slots, layout.first[window], strict=True))
             found[window] = Reach(slots, first, layout.rows, extent, seen, start=start, span=TAIL, known=known)
         return found
 

@@ -109,3 +109,5 @@ def test_replays_say_what_passes_say(stack: str, temperature: float, request: py
     assert answers(run, asked[0]) == wanted[:1]
     assert answers(run, *asked) == wanted
     assert any(made.captured for made in run.parts.graphs.values())
+    sizes = {key[1] for made in run.parts.graphs.values() for key in made.captured}
+    assert sizes == {3}, "a pass of part of a batch is one of the whole batch"
