@@ -1,0 +1,195 @@
+"""`hspec plan`: where everything goes and how fast it will be, before anything loads."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Annotated
+
+from typer import Option
+
+from hspec_cli.words import Command, choice, whole
+from hspec_profiles.errors import HspecError, UsageError
+
+if TYPE_CHECKING:
+    from hspec_cli.voice import Voice
+    from hspec_offload.ask import Limits, Workload
+    from hspec_offload.shape import ModelShape
+    from hspec_profiles.profile import HostProfile
+
+UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
+TEXTS = ("prose", "code")
+
+model_option, host_option, place_option, output_option = (
+    partial(Option, rich_help_panel=heading) for heading in ("Model", "Host", "Placement", "Output")
+)
+
+EXAMPLES = """\
+Examples:
+  hspec plan -m llama2-7b-128k --profile 2x-rtx-4090
+  hspec plan -m qwen2.5-32b -c 8192 --profile 1x-h200 --vram 24GiB
+  hspec plan -m ./my-model -c 32768 --json > plan.json
+
+No weights are needed, only the model's config. Without --profile the plan is for this host, as
+`hspec profile` measured it. Exit codes: 0 done, 1 failed, 2 usage, 3 does not fit."""
+
+
+def size(flag: str) -> partial[int]:
+    """A parser of sizes with a unit: 24GiB, 24GB, 24G (= GB), 512MiB."""
+    return partial(_size, flag)
+
+
+def _size(flag: str, word: str) -> int:
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmgt]i?)b?", word.strip().lower())
+    if not match:
+        raise UsageError(f"`{flag}` must be a size with its unit, got '{word}'", f"for example `{flag} 24GiB`")
+    return round(float(match[1]) * UNITS[match[2]])
+
+
+@dataclass(frozen=True)
+class Plan(Command):
+    """Show where a model's weights and context go on a host, and how fast it will be."""
+
+    model: Annotated[
+        str,
+        model_option("--model", "-m", metavar="MODEL", envvar="HSPEC_MODEL", help="As for `hspec run`."),
+    ] = "smollm2-135m"
+    ctx: Annotated[
+        int | None,
+        model_option(
+            "--ctx",
+            "-c",
+            parser=whole("--ctx", 1),
+            metavar="TOKENS",
+            help="Context to make room for.  [default: all that the model holds]",
+        ),
+    ] = None
+    batch: Annotated[
+        int,
+        model_option("--batch", parser=whole("--batch", 1, 1024), metavar="N", help="Sequences decoded together."),
+    ] = 1
+    draft_model: Annotated[
+        str | None,
+        model_option("--draft-model", "-md", metavar="MODEL", envvar="HSPEC_DRAFT_MODEL", help="Small model, or none."),
+    ] = None
+    text: Annotated[
+        str,
+        model_option(
+            "--text",
+            parser=choice("--text", TEXTS),
+            metavar="KIND",
+            help="What the levels are chosen for: prose, of which drafts guess less, or code.",
+        ),
+    ] = "prose"
+    offline: Annotated[bool, model_option("--offline", envvar="HSPEC_OFFLINE", help="Never use the network.")] = False
+    profile: Annotated[
+        str | None,
+        host_option("--profile", metavar="NAME", help="A shipped or saved profile, or a file, instead of this host."),
+    ] = None
+    vram: Annotated[
+        int | None,
+        host_option("--vram", parser=size("--vram"), metavar="SIZE", help="Use at most this much of each GPU: 24GiB."),
+    ] = None
+    ram: Annotated[
+        int | None,
+        host_option("--ram", parser=size("--ram"), metavar="SIZE", help="Use at most this much RAM."),
+    ] = None
+    reserve: Annotated[
+        int | None,
+        host_option(
+            "--reserve",
+            parser=size("--reserve"),
+            metavar="SIZE",
+            help="Leave this much of each GPU (of RAM where there is none) alone.  [default: 250 MB and 1 %]",
+        ),
+    ] = None
+    gpu_layers: Annotated[
+        int | None,
+        place_option(
+            "--gpu-layers",
+            "-ngl",
+            parser=whole("--gpu-layers", 0),
+            metavar="N",
+            help="Layers whose 16-bit weights are on the GPU.  [default: what is fastest]",
+        ),
+    ] = None
+    kv_device: Annotated[
+        str | None,
+        place_option(
+            "--kv-device",
+            parser=choice("--kv-device", ("cpu", "gpu")),
+            metavar="DEVICE",
+            help="Where keys and values live: cpu or gpu.  [default: what is fastest]",
+        ),
+    ] = None
+    json: Annotated[bool, output_option("--json", help="Print one JSON document, as --plan takes it.")] = False
+    quiet: Annotated[bool, output_option("--quiet", "-q", help="Say nothing but errors on stderr.")] = False
+    debug: Annotated[bool, output_option("--debug", help="Show tracebacks.")] = False
+
+    def execute(self) -> int:
+        """Print the plan; 0. Raises HspecError, DoesNotFit among them."""
+        from hspec_cli.plan_text import text
+        from hspec_cli.show import written
+        from hspec_cli.voice import Voice
+        from hspec_offload.hints import hints
+        from hspec_offload.plan import plan
+        from hspec_offload.plan_file import document
+
+        voice = Voice(self.quiet)
+        model, work = self._work(voice)
+        profile, limits = self._host(voice), self._limits()
+        made = plan(profile, model, work, limits)
+        advice = hints(profile, model, work, limits, made)
+        print(written(document(made, advice)) if self.json else text(made, model, advice), flush=True)
+        return 0
+
+    def _host(self, voice: Voice) -> HostProfile:
+        """The profile that was asked for, or this host's; a note where it had to be measured at once."""
+        from hspec_profiles.profile import load_profile, saved_profile
+
+        if self.profile is not None:
+            return load_profile(self.profile)
+        saved = saved_profile()
+        if saved is None:
+            from hspec_profiles.measure import quick_probe
+
+            saved = quick_probe()
+            voice.note("this host was measured roughly; `hspec profile` measures it well, and keeps it")
+        return saved
+
+    def _limits(self) -> Limits:
+        from hspec_offload.ask import Limits
+
+        return Limits(self.vram, self.ram, self.reserve, self.gpu_layers, self.kv_device)
+
+    def _work(self, voice: Voice) -> tuple[ModelShape, Workload]:
+        """The model and what it is to do."""
+        from hspec_offload.ask import Workload
+
+        model = self._shape(self.model, voice)
+        return model, Workload(self.ctx or model.context, self.batch, self.text, self._draft(voice))
+
+    def _draft(self, voice: Voice) -> ModelShape | None:
+        """The draft model that was asked for, else the alias's own, else None."""
+        from hspec_decoding.checkpoints import hub
+
+        known = hub.alias(self.model)
+        name = self.draft_model or (known.draft if known else None)
+        if name is None or name == "none":
+            return None
+        try:
+            return self._shape(name, voice)
+        except HspecError as failure:
+            if self.draft_model:
+                raise
+            voice.note(f"no draft model: {failure.message}")
+            return None
+
+    def _shape(self, name: str, voice: Voice) -> ModelShape:
+        """The sizes of a model, from its config alone."""
+        from hspec_decoding.checkpoints import hub
+        from hspec_decoding.config import ModelConfig
+        from hspec_offload.shape import ModelShape
+
+        return ModelShape.of(ModelConfig.from_dict(hub.read_config(name, offline=self.offline, say=voice.note)), name)

@@ -1,0 +1,93 @@
+"""What fits, the longest context that does, and what is said where nothing does."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from hspec_offload.ask import Ask, Copies, Limits, Workload
+from hspec_offload.machine import machines
+from hspec_offload.memory import Placement, choices, left, spans
+from hspec_offload.placed import Device, devices
+from hspec_offload.shape import ModelShape
+from hspec_offload.sizes import human
+from hspec_profiles.errors import DoesNotFit, HspecError, UsageError
+
+if TYPE_CHECKING:
+    from hspec_profiles.profile import HostProfile
+
+
+def fits(ask: Ask, copies: Copies) -> bool:
+    """Whether there is a place for everything."""
+    return next(choices(ask, copies), None) is not None
+
+
+def largest_context(
+    profile: HostProfile, model: ModelShape, work: Workload, limits: Limits, copies: Copies = Copies()
+) -> int:
+    """Tokens of the longest context that has a plan, at most what the model's positions reach; 0 where none has."""
+    asks = [Ask(machine, model, work, limits) for machine in machines(profile, model.kv_heads)]
+
+    def possible(context: int) -> bool:
+        return any(fits(replace(ask, work=replace(work, context=context)), copies) for ask in asks)
+
+    low, high = 0, model.context
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if possible(middle) else (low, middle - 1)
+    return low
+
+
+def does_not_fit(
+    profile: HostProfile, model: ModelShape, work: Workload, limits: Limits, copies: Copies = Copies()
+) -> HspecError:
+    """The failure in words: which device, what it needs, what it has, and what would help; or that what was asked for
+    contradicts itself.
+    """
+    longest = largest_context(profile, model, work, limits, copies)
+    asks = [Ask(machine, model, work, limits) for machine in machines(profile, model.kv_heads)]
+    if not any(all(spans(ask, copies)) for ask in asks):
+        whose = "these levels read" if copies.needs_weights or copies.needs_keys else "nothing may be offloaded from"
+        return UsageError(f"{whose} the GPU, and {_asked(limits)} keeps things elsewhere", "drop one of the two")
+    device = min((_shortage(ask, copies) for ask in asks), key=lambda device: device.used - device.available)
+    terms = sorted(device.terms, key=lambda term: -term.nbytes)[:3]
+    needs = ", ".join(f"{term.name} {human(term.nbytes)}" for term in terms)
+    message = (
+        f"{model.name} with {work.context:,} tokens{f' in {work.batch} sequences' if work.batch > 1 else ''} does not "
+        f"fit: {device.name} needs {human(device.used)} ({needs}) and has {human(device.available)}"
+    )
+    return DoesNotFit(message, _helps(limits, device, longest))
+
+
+def _shortage(ask: Ask, copies: Copies) -> Device:
+    """The device that is too small for the placement that asks least of it."""
+    weights, keys = (span.start if span else ask.model.layers for span in spans(ask, copies))
+    lean = Placement(copies, weights, keys)
+    gpus = devices(ask, lean)[:-1]
+    if gpus and left(ask, lean) < 0:
+        return max(gpus, key=lambda device: device.used - device.available)
+    while gpus and lean.keys < ask.model.layers and left(ask, replace(lean, keys=lean.keys + 1)) >= 0:
+        lean = replace(lean, keys=lean.keys + 1)
+    lean = replace(lean, disk=ask.model.layers - lean.weights)
+    return devices(ask, lean)[-1]
+
+
+def _helps(limits: Limits, device: Device, longest: int) -> str:
+    """The flags that help, first the one that needs least."""
+    ways = []
+    if longest:
+        ways.append(f"the longest context that fits is {longest:,} tokens: `--ctx {longest}`")
+    if limits.offload == "none":
+        ways.append("`--offload` places in RAM what the GPU has no room for")
+    if _asked(limits):
+        ways.append(f"{_asked(limits)} leaves no choice")
+    cap = limits.ram if device.name == "RAM" else limits.vram
+    if cap is not None:
+        ways.append(f"`{'--ram' if device.name == 'RAM' else '--vram'}` allows {human(cap)}")
+    return "; ".join(ways) or "a smaller model needs less"
+
+
+def _asked(limits: Limits) -> str:
+    """The flags that say where things go."""
+    flags = {"--gpu-layers": limits.gpu_layers, "--kv-device": limits.kv_device}
+    return " and ".join(f"`{flag} {value}`" for flag, value in flags.items() if value is not None)
