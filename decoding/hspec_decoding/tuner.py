@@ -106,6 +106,8 @@ class Tuner:
         plans = [self._best(part) for part in self._parts]
         best = max(plans, key=self.rate)
         if self.rate(best) > self.rate(PLAIN):
+            if any(level not in self.seen for level in best.levels):
+                return self._first(best.levels)  # what is only hoped for is not worth a long block
             return self._renewal(plans, self.rate(best)) or best
         return self._probe(plans) if self.rounds >= self.next_probe else PLAIN
 
@@ -177,7 +179,7 @@ class Tuner:
         plan = max(stale, key=self.rate, default=None)
         if plan is None or self.rate(plan) < WORTHWHILE * rate:
             return None
-        self.next_probe = self.rounds + STALE // len(self.sequential)
+        self.next_probe = self.rounds + max(8, round((rate / self.rate(plan) - 1) / PROBE_COST))
         return plan
 
     def _probe(self, plans: Sequence[Plan]) -> Plan:
