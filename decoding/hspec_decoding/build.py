@@ -191,5 +191,5 @@ def draft_window(spec: Spec, parts: Parts, store: str, sequences: int) -> Window
     draft = parts.draft
     assert draft is not None
     window = min(spec.budget or WINDOW, draft.config.context // 2)
-    memory = parts.store(store, draft, sequences, 2 * window + 2 * LONGEST)
+    memory = parts.store(store, draft, sequences, 2 * window + 3 * LONGEST)
     return WindowView(draft.config, memory, sequences, sinks=SINKS, recent=window - SINKS, capacity=2 * window)

@@ -250,13 +250,15 @@ class Engine:
         """Capture the passes that decoding will mostly replay, and tell the tuner how long they take."""
         started = time.perf_counter()
         texts = [run.text for run in self.runs]
+        asked = dict(self.last.view.recorded)  # the prompt's own queries, by which levels are about to select
         for rows in (1, 4, 16, 32) if self.levels.proposers and not self.last.rows else (1,):
             seconds = self.last.rehearse(texts, rows)
             if seconds is not None:
                 self.tuner.target[rows - 1] = Average(seconds, 1)
+        self.last.view.recorded = asked
         for n, level in enumerate(self.levels.proposers):
             if isinstance(level, ModelLevel):
-                first = any(chain[0] == n for chain in self.levels.chains)
+                first = any(chain[:1] == (n,) for chain in self.levels.chains)
                 for rows in (4, 1) if first else (16, 4):
                     seconds = level.rehearse(texts, rows)
                 if seconds is not None:

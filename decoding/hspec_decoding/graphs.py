@@ -96,9 +96,9 @@ class Graphs:
         fed: Sequence[int],
         steps: int,
         clock: Clock,
-    ) -> Tensor:
+    ) -> tuple[Tensor, Pass]:
         """A pass of `tokens`, of which sequence b's first `fed[b]` count, and after it `steps - 1` of the token that
-        was chosen last; all that were chosen, [steps, B].
+        was chosen last; all that were chosen, [steps, B], and the last pass.
         """
         # Rows that fill up a block are repetitions: those of the steps too, whatever the block has room for.
         rows = memory.layout.rows if memory.layout.padded else 1
@@ -111,13 +111,13 @@ class Graphs:
             drawn = replace(noise, after=[at + step for at in after])
             numbers = torch.tensor([*stepped.numbers, *drawn.numbers])
             token = chosen[-1].clamp(min=0).expand(rows, -1)
-            one = memory.moved(stepped)
-            captured = self._ready(partial(_joined, numbers, token), one, stepped, clock)
+            memory = memory.moved(stepped)
+            captured = self._ready(partial(_joined, numbers, token), memory, stepped, clock)
             captured.inputs[: len(numbers)].copy_(numbers, non_blocking=True)
             captured.inputs[len(numbers) :] = token
             captured.graph.replay()
             chosen.append(captured.results.chosen[:, 0].clone())
-        return torch.stack(chosen)
+        return torch.stack(chosen), memory
 
     def _sample_by(self, sampling: Sampling) -> None:
         if sampling != self.sampling:

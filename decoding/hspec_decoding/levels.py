@@ -156,6 +156,11 @@ class ModelLevel:
         """Where logits are no numbers, which a broken draft may give, any token will do."""
         return [max(0, token) for token in chosen]
 
+    def _sound_part(self, chosen: list[int]) -> list[int]:
+        """Of tokens each fed after the one before, those up to the first whose logits are no numbers."""
+        broken = next((n for n, token in enumerate(chosen) if token < 0), len(chosen))
+        return chosen[:broken] or self._sound(chosen[:1])
+
     def _chain(self, texts: Sequence[Text], lengths: Sequence[int], sampling: Sampling) -> list[Draft]:
         """Coupled samples token after token, each fed back on the device; the host waits once, for all of them."""
         drafts = [Draft([]) for _ in texts]
@@ -166,13 +171,15 @@ class ModelLevel:
         some = [texts[b] for b in going]
         with self._timed() as clock:
             block = self._block(some, [Draft([]) for _ in some], clock)
-            chosen = self.graphs.chain(
+            chosen, last = self.graphs.chain(
                 block.padded, block.memory, block.noise(sampling), list(map(len, block.feed)), max(lengths), clock
             )
             self._fed(block, len(some))
             for b, tokens in zip(going, chosen.T.tolist(), strict=False):
-                drafts[b].tokens += self._sound(tokens[: lengths[b]])
+                drafts[b].tokens += self._sound_part(tokens[: lengths[b]])
                 self.view.fed(texts[b], drafts[b].tokens[:-1])
+            if isinstance(self.view, FullView):
+                self.view.note(last)
         self.tally.passes += max(lengths) - 1
         return drafts
 
@@ -203,9 +210,11 @@ class ModelLevel:
     def _block(self, texts: Sequence[Text], drafts: Sequence[Draft], clock: Clock) -> _Block:
         slots = {text.slot for text in texts}
         riders = [text for text in self.crew if text.slot not in slots] if self.graphs else []
-        aboard = [*texts, *riders]
-        clock.left_out += self.view.prepare(aboard)
+        clock.left_out += self.view.prepare([*texts, *riders])
         feed = [self._caught_up(text) + draft.tokens for text, draft in zip(texts, drafts, strict=True)]
+        if max(map(len, feed)) > PACKED:
+            riders = []  # not a pass that is captured
+        aboard = [*texts, *riders]
         feed += [text.tokens[-1:] for text in riders]
         spans = _spans(feed, [*drafts, *(Draft([]) for _ in riders)])
         return _Block(aboard, feed, self._begin(aboard, feed), spans)

@@ -255,7 +255,8 @@ class SparseView:
         """[layers, B, HK, C] for texts whose last pass was the same."""
         assert self.means is not None
         device, first = self.copy.device, SINKS // CHUNK
-        live = [share.length - own.first for own, (_, share) in zip(verified, part, strict=True)]
+        rows = verified[0].layers[0][0].shape[1]
+        live = [min(max(1, share.length - own.first), rows) for own, (_, share) in zip(verified, part, strict=True)]
         count = [share.recent.start for _, share in part]
         slots = [text.slot for text, _ in part]
         numbers = torch.tensor([live, slots, count, [own.b for own in verified]], device=device)

@@ -218,10 +218,15 @@ class FullView:
         first_by, extent_by = dict.fromkeys(windows, first), dict.fromkeys(windows, extent)
         layout = Layout(slots, rows, first, first_by, extent_by, padded=padded)
         memory = Pass(self.config, self.store, layout, windowed=True, record=self.record)
-        if memory.recorded is not None:
-            for b, (slot, at) in enumerate(zip(slots, first, strict=True)):
-                self.recorded[slot] = Verified(memory.recorded, b, at + max(0, rows - QUERIES))
+        self.note(memory)
         return memory
+
+    def note(self, memory: Pass) -> None:
+        """Take this pass for the last one of its texts."""
+        layout = memory.layout
+        if memory.recorded is not None:
+            for b, (slot, at) in enumerate(zip(layout.slots, layout.positions, strict=True)):
+                self.recorded[slot] = Verified(memory.recorded, b, at + max(0, layout.rows - QUERIES))
 
 
 class WindowView:

@@ -5,20 +5,28 @@ by a function that is called again and writes to the same tensors.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
 import tiny_engine
 import torch
 from tiny_engine import CPU, answers, random_decoder
+from torch import Tensor
 
 from hspec_decoding import graphs
+from hspec_decoding.build import resolve
+from hspec_decoding.device import GPU_SHAPE
 from hspec_decoding.engine import Engine
+from hspec_decoding.events import Emitted
 from hspec_decoding.graphs import Graph, Graphs, Results
-from hspec_decoding.options import Request
+from hspec_decoding.model import Decoder
+from hspec_decoding.options import Request, Settings
 from hspec_decoding.sampling import Sampling
+from hspec_decoding.sparse import SELECT, Asked, VerifyFed
+from hspec_decoding.stack import parse
 from hspec_decoding.tuner import Plan, Tuner
+from hspec_profiles.errors import HspecError
 
 
 @dataclass
@@ -52,6 +60,7 @@ def graphed(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def init(self: Engine, *args: Any) -> None:
         begin(self, *args)
+        self.shape = GPU_SHAPE
         for decoder in (self.target, self.draft, *self.parts.quantized.values()):
             if decoder is not None:
                 self.parts.graphs[id(decoder)] = Graphs(decoder)
@@ -111,3 +120,62 @@ def test_replays_say_what_passes_say(stack: str, temperature: float, request: py
     assert any(made.captured for made in run.parts.graphs.values())
     sizes = {key[1] for made in run.parts.graphs.values() for key in made.captured}
     assert sizes == {3}, "a pass of part of a batch is one of the whole batch"
+
+
+def engines(stacks: list[str], made: Decoder, context: int = 500, **options: Any) -> Engine:
+    written = [resolve(parse(stack), context, budget=None, keep=True) for stack in stacks]
+    return Engine(made, None, written, Settings(**options), context)
+
+
+@pytest.mark.usefixtures("graphed", "restless")
+@pytest.mark.parametrize("select", SELECT)
+def test_selection_follows_a_chain(select: str) -> None:
+    """A text that grows beyond the budget as plain decoding feeds itself: the queries are those of its last token."""
+    target = random_decoder()
+    plain, run = (
+        tiny_engine.engine(stack, target, context=400, select=select)
+        for stack in ("target(full)", "target(retrieval:64) > target(full)")
+    )
+    asked = Request(tiny_engine.prompt(50, 1), 90)
+    assert answers(run, asked) == answers(plain, asked)
+
+
+@pytest.mark.usefixtures("graphed")
+def test_rehearsing_leaves_the_prompts_queries(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first selection is by the prompt's last rows, and not by those of a pass that was only rehearsed."""
+    seen: list[list[int]] = []
+    score = VerifyFed.scores
+
+    def scores(self: VerifyFed, asked: Asked, *rest: Any) -> Tensor:
+        seen.append([asked.queries.shape[1], int(asked.live[0])])
+        return score(self, asked, *rest)
+
+    monkeypatch.setattr(VerifyFed, "scores", scores)
+    run = tiny_engine.engine("target(retrieval:64) > target(full)", random_decoder())
+    answers(run, Request(tiny_engine.prompt(300), 3))
+    assert seen[0] == [64, 64]
+
+
+@pytest.mark.usefixtures("graphed")
+def test_what_follows_an_end_is_no_failure() -> None:
+    """Plain decoding looks beyond an end of sequence on its way; a token that must never be fed does no harm there."""
+    shape = tiny_engine.config()
+    made = tiny_engine.weights(shape)
+    asked = Request(tiny_engine.prompt(40), 30)
+    said = answers(tiny_engine.engine("target(full)", tiny_engine.decoder(shape, made)), asked)[0][0]
+    made["model.embed_tokens.weight"][said[1]] = float("nan")
+    broken = tiny_engine.engine("target(full)", tiny_engine.decoder(shape, made))
+    assert answers(broken, replace(asked, eos=frozenset({said[1]}))) == [(said[:2], "eos")]
+    events = tiny_engine.engine("target(full)", tiny_engine.decoder(shape, made)).generate(asked)
+    tokens = next(event.tokens for event in events if isinstance(event, Emitted))
+    assert list(tokens) == said[:2]
+    with pytest.raises(HspecError, match="non-finite logits after 42 tokens"):
+        list(events)
+
+
+@pytest.mark.usefixtures("graphed")
+def test_plain_decoding_may_be_among_the_stacks() -> None:
+    target = random_decoder()
+    asked = Request(tiny_engine.prompt(60), 40)
+    wanted = answers(tiny_engine.engine("target(full)", target), asked)
+    assert answers(engines(["ngram > target(full)", "target(full)"], target), asked) == wanted

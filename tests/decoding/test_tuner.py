@@ -99,10 +99,10 @@ class World:
         tuner.target[0] = Average(self.target, 1)
 
         def run(plan: Plan) -> float:
-            rounds = [self.round(self.tuner(), plan) for _ in range(1500)]
+            rounds = [self.round(self.tuner(), plan) for _ in range(1000)]
             return sum(spent for _, spent in rounds) / sum(gained for gained, _ in rounds)
 
-        return min(self.target, *map(run, sorted(choices, key=tuner.rate)[-10:]))
+        return min(self.target, *map(run, sorted(choices, key=tuner.rate)[-6:]))
 
 
 STACKS: dict[str, tuple[list[bool], list[float]]] = {
