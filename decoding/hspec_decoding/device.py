@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import re
 import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
+from hspec_kernels.linear import ROWS
 from hspec_profiles.errors import HspecError, UsageError
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -32,11 +33,16 @@ CPU_SHAPE = Shape(rows=8, bucket=256)
 GPU_SHAPE, GPU_SHAPE_FLOAT32 = Shape(rows=32, bucket=1, padded=False), Shape(rows=16, bucket=1)
 
 
-def exact_shape(device: torch.device, dtype: torch.dtype) -> Shape:
-    """The shape in which a position's result is the same to the bit whatever is drafted around it."""
+def exact_shape(device: torch.device, dtype: torch.dtype, sequences: int = 1) -> Shape:
+    """The shape in which a position's result is the same to the bit whatever is drafted around it.
+
+    Rows add up in one order only as long as a pass, of all `sequences` together, is one for the kernels.
+    """
     if device.type == "cpu":
         return CPU_SHAPE
-    return GPU_SHAPE_FLOAT32 if dtype.itemsize > 2 else GPU_SHAPE
+    if dtype.itemsize > 2:
+        return GPU_SHAPE_FLOAT32
+    return replace(GPU_SHAPE, rows=next((rows for rows in (32, 16, 4) if rows * sequences <= ROWS), 1))
 
 
 def pick_device(name: str, notes: list[str]) -> torch.device:

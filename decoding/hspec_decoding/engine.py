@@ -75,7 +75,6 @@ class Engine:
         self.stacks, self.stack = stacks, " or ".join(map(written, stacks))
         self.device, self.dtype = str(target.device), str(target.dtype).removeprefix("torch.")
         self.notes: list[str] = []
-        self.shape = exact_shape(target.device, target.dtype) if settings.exact else None
         for spec in {spec for stack in stacks for spec in stack}:
             self.parts.weights(spec.weights)  # so that no answer waits for it
 
@@ -187,6 +186,8 @@ class Engine:
         sampling = requests[0].sampling
         if any(request.sampling != sampling for request in requests):
             raise UsageError("the sequences of one batch must share their sampling options")
+        exact = self.settings.exact
+        self.shape = exact_shape(self.target.device, self.target.dtype, len(requests)) if exact else None
         self.levels = build_levels(
             self.stacks,
             self.parts,

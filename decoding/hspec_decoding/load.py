@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
@@ -11,7 +11,7 @@ from hspec_decoding.checkpoints.checkpoint import Checkpoint
 from hspec_decoding.config import ModelConfig
 from hspec_decoding.model import Decoder
 from hspec_decoding.options import RULES, Settings
-from hspec_decoding.sparse import SELECT
+from hspec_decoding.sparse import CHUNK, SELECT
 from hspec_decoding.stack import LONGEST, Spec, Stack, candidates, method, parse
 from hspec_offload.sizes import human, kv_bytes, tensor_bytes
 from hspec_profiles.errors import DoesNotFit, UsageError
@@ -71,15 +71,26 @@ def affordable(
     weights = tensor_bytes(target.tensors().values(), dtype.itemsize)
     keys = kv_bytes(target.layers, target.kv_heads, target.head_dim, context, dtype.itemsize)
     kept: list[Stack] = []
-    copies: set[tuple[str, str]] = set()
+    made: dict[str, float] = {}
     for stack in stacks:
-        wanted = {("weights", s.weights) for s in stack if s.weights} | {("keys", s.kv) for s in stack if s.kv}
-        cost = sum(SHARE[form] * (weights if what == "weights" else keys) for what, form in wanted - copies)
+        wanted = {name: size for spec in stack for name, size in _copies(spec, weights, keys, context)}
+        cost = sum(size for name, size in wanted.items() if name not in made)
         if cost <= room:
             room -= round(cost)
-            copies |= wanted
+            made |= wanted
             kept.append(stack)
     return kept
+
+
+def _copies(spec: Spec, weights: float, keys: float, context: int) -> Iterator[tuple[str, float]]:
+    """What a level keeps beside the target's own weights and keys, by name, in bytes of the latter."""
+    if spec.weights:
+        yield f"w={spec.weights}", SHARE[spec.weights] * weights
+    if spec.kv:
+        yield f"kv={spec.kv}", SHARE[spec.kv] * keys
+    if spec.view == "retrieval":
+        yield "chunk means", keys / 2 / CHUNK
+        yield str(spec), keys * min(1.0, ((spec.budget or 0) + 4 * LONGEST) / context)
 
 
 def check_memory(configs: Sequence[ModelConfig], context: int, dtype: torch.dtype, device: torch.device) -> int:

@@ -8,7 +8,8 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from hspec_decoding.device import pick_device, pick_dtype
+from hspec_decoding.device import CPU_SHAPE, exact_shape, pick_device, pick_dtype
+from hspec_kernels.linear import ROWS
 from hspec_profiles.errors import HspecError, UsageError
 
 OLD = (
@@ -146,3 +147,12 @@ def test_auto_dtype_of_a_gpu(machine: Machine, capability: tuple[int, int], dtyp
 def test_auto_dtype_of_a_cpu(monkeypatch: pytest.MonkeyPatch, features: dict[str, bool], dtype: torch.dtype) -> None:
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: features, raising=False)
     assert pick_dtype("auto", torch.device("cpu")) == dtype
+
+
+@pytest.mark.parametrize(("sequences", "rows"), [(1, 32), (16, 32), (17, 16), (32, 16), (33, 4), (128, 4), (129, 1)])
+def test_a_batch_stays_within_what_the_kernels_take(sequences: int, rows: int) -> None:
+    shape = exact_shape(torch.device("cuda"), torch.bfloat16, sequences)
+    assert (shape.rows, shape.padded) == (rows, False)
+    assert sequences * rows <= ROWS
+    assert exact_shape(torch.device("cuda"), torch.float32, sequences).padded
+    assert exact_shape(torch.device("cpu"), torch.bfloat16, sequences) == CPU_SHAPE

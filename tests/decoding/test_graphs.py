@@ -56,11 +56,11 @@ def recorded(run: Callable[[], Results], device: torch.device) -> tuple[Graph, R
 def graphed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Engines that capture their passes, on any device."""
     monkeypatch.setattr(graphs, "_recorded", recorded)
+    monkeypatch.setattr("hspec_decoding.engine.exact_shape", lambda *_: GPU_SHAPE)
     begin = Engine.__init__
 
     def init(self: Engine, *args: Any) -> None:
         begin(self, *args)
-        self.shape = GPU_SHAPE
         for decoder in (self.target, self.draft, *self.parts.quantized.values()):
             if decoder is not None:
                 self.parts.graphs[id(decoder)] = Graphs(decoder)
