@@ -72,7 +72,7 @@ def test_options_together(by: tuple[float, float, int, float], device: torch.dev
 
 
 @pytest.mark.parametrize("shape", [{"TILE": 16, "BLOCK": 4, "HEAD": 1, "FRONT": 1, "CHAIN": 4}], indirect=True)
-@pytest.mark.parametrize("top_p", [0.6, 0.2])
+@pytest.mark.parametrize("top_p", [pytest.param(0.6, marks=pytest.mark.long), 0.2])
 @pytest.mark.usefixtures("shape")
 def test_many_candidates(top_p: float, device: torch.device) -> None:
     """Flat rows, with and without ties: most candidates are not among those that tiles and rows list."""
@@ -82,7 +82,7 @@ def test_many_candidates(top_p: float, device: torch.device) -> None:
 
 
 @pytest.mark.parametrize("shape", [SMALL], indirect=True)
-@pytest.mark.parametrize("temperature", [0, 0.3, 1, 1.5])
+@pytest.mark.parametrize("temperature", [0, 0.3, *(pytest.param(t, marks=pytest.mark.long) for t in (1, 1.5))])
 @pytest.mark.usefixtures("shape")
 def test_every_combination_of_options(temperature: float, device: torch.device) -> None:
     size = 600

@@ -32,7 +32,14 @@ def random(*size: int, device: torch.device, dtype: torch.dtype = torch.float32)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(
     ("kv_heads", "group", "dim", "rows"),
-    [(4, 1, 64, 1), (2, 4, 80, 3), (1, 8, 96, 5), (2, 7, 128, 16), (2, 1, 256, 2), (1, 8, 128, 33)],
+    [
+        (4, 1, 64, 1),
+        (2, 4, 80, 3),
+        (1, 8, 96, 5),
+        (2, 7, 128, 16),
+        (2, 1, 256, 2),
+        pytest.param(1, 8, 128, 33, marks=pytest.mark.long),
+    ],
 )
 def test_attention(dtype: torch.dtype, kv_heads: int, group: int, dim: int, rows: int, device: torch.device) -> None:
     """Two sequences of their own lengths, in slots out of order; keys that nobody sees are NaN."""
