@@ -10,7 +10,22 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, replace
 
+from hspec_offload.speculation import Level, written
 from hspec_profiles.errors import UsageError
+
+__all__ = [
+    "FORMATS",
+    "LONGEST",
+    "METHODS",
+    "PLAIN",
+    "VIEWS",
+    "Spec",
+    "Stack",
+    "candidates",
+    "method",
+    "parse",
+    "written",
+]
 
 LONGEST = 63  # tokens of a block behind its root
 VIEWS = {"target": ("full", "streaming", "retrieval"), "draft": ("streaming",), "ngram": ()}
@@ -24,23 +39,10 @@ _TOKEN = re.compile(r"\s*(?:([A-Za-z][\w-]*)|(\d+)|([>(),:=]))")
 
 
 @dataclass(frozen=True)
-class Spec:
+class Spec(Level):
     """One level as written: budget in tokens of its view, width in tokens per block; formats of 4- or 8-bit copies
     of the target's weights and of its keys and values, where the level reads those instead.
     """
-
-    name: str
-    view: str | None = None
-    budget: int | None = None
-    width: int | None = None
-    weights: str | None = None
-    kv: str | None = None
-
-    def __str__(self) -> str:
-        view = self.view and self.view + (f":{self.budget}" if self.budget else "")
-        copies = [f"{name}={form}" for name, form in (("kv", self.kv), ("w", self.weights)) if form]
-        arguments = [a for a in (view, *copies, self.width and f"width={self.width}") if a]
-        return self.name + (f"({', '.join(arguments)})" if arguments else "")
 
     @property
     def decides(self) -> bool:
@@ -50,11 +52,6 @@ class Spec:
 
 Stack = tuple[Spec, ...]
 PLAIN: Stack = (Spec("target", "full"),)
-
-
-def written(stack: Stack) -> str:
-    """The stack in its own grammar."""
-    return " > ".join(map(str, stack))
 
 
 def method(name: str, *, draft: bool) -> Stack:

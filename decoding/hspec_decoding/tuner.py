@@ -11,7 +11,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
-WIDTHS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 15, 20, 24, 31, 40, 48, 63)
+from hspec_offload.speculation import WIDTHS
+
 MEMORY = 0.96  # share of an average that one more round leaves to the past
 PROBE_COST = 0.012  # share of the time that may go into trying speculation again
 STALE = 64  # rounds after which a level's measurements are worth renewing

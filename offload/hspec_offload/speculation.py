@@ -76,7 +76,7 @@ TARGET = Level("target", "full")
 Levels = tuple[Level, ...]
 
 
-def written(levels: Levels) -> str:
+def written(levels: Sequence[Level]) -> str:
     """The levels in the grammar of `--levels`."""
     return " > ".join(map(str, levels))
 

@@ -10,7 +10,8 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from hspec_decoding.tuner import PLAIN, WIDTHS, Average, Plan, Tuner, Used
+from hspec_decoding.tuner import PLAIN, Average, Plan, Tuner, Used
+from hspec_offload.speculation import WIDTHS
 
 
 @dataclass
