@@ -14,24 +14,22 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
 import statistics
-import sys
-import sysconfig
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 import torch
+from common import Row, Run, Spent, open_checkpoint, printed, say, seconds_of, sources
 from widen import LLAMA2_7B, Widened
 
 from hspec_decoding.build import Parts
-from hspec_decoding.checkpoints import hub
 from hspec_decoding.checkpoints.checkpoint import Checkpoint
 from hspec_decoding.engine import BURST, Engine, Request, Settings
-from hspec_decoding.events import Emitted, Report
+from hspec_decoding.events import Emitted, Round
 from hspec_decoding.levels import ModelLevel
 from hspec_decoding.rules import Draft
 from hspec_decoding.sampling import Sampling
@@ -39,7 +37,6 @@ from hspec_decoding.sequence import Text
 from hspec_decoding.text.tokens import Tokenizer
 from hspec_offload.sizes import kv_bytes
 
-Row = dict[str, Any]
 PLAIN = Settings(method="autoregressive", device="cuda", dtype="bfloat16")
 AUTO = replace(PLAIN, method="auto")
 FURTHER = 80_000  # tokens from one part of a document to the next
@@ -103,20 +100,14 @@ class Bench:
         sampling = Sampling(temperature, 0.9 if temperature else 1.0)
         asked = [Request(tuple(prompt), new, sampling=sampling, sequence=i) for i, prompt in enumerate(prompts)]
         texts: dict[int, list[int]] = {i: [] for i in range(len(asked))}
+        spent: dict[str, Spent] = {}
         for event in engine.generate(*asked):
             if isinstance(event, Emitted):
                 texts[event.sequence] += event.tokens
+            elif isinstance(event, Round):
+                spent.setdefault(" > ".join(level.name for level in event.levels), Spent()).take(event)
         report = engine.report()
-        return Run(texts, report, 1e3 * report.decode_seconds * len(asked) / report.generated_tokens)
-
-
-@dataclass
-class Run:
-    """What a run said, and how long it took: ms a token of each sequence."""
-
-    texts: dict[int, list[int]]
-    report: Report
-    ms: float
+        return Run(texts, report, 1e3 * report.decode_seconds * len(asked) / report.generated_tokens, spent)
 
 
 def main() -> None:
@@ -124,19 +115,7 @@ def main() -> None:
     bench = Bench.load(options)
     say(f"ceiling: copies at {bench.bandwidth / 1e12:.2f} TB/s")
     results: Row = {"gpu": torch.cuda.get_device_name(), "copy_TBs": bench.bandwidth / 1e12}
-    for name in options.only:
-        say(f"\n{name}")
-        started = time.perf_counter()
-        results[name] = []
-        for row in SECTIONS[name](bench):
-            results[name].append(row)
-            say(
-                "  ".join(
-                    f"{key} {value:.2f}" if isinstance(value, float) else str(value) for key, value in row.items()
-                )
-            )
-        say(f"({time.perf_counter() - started:.0f} s)")
-    print(json.dumps(results))
+    printed(options.only, {name: partial(section, bench) for name, section in SECTIONS.items()}, results)
 
 
 def read_options() -> argparse.Namespace:
@@ -151,39 +130,11 @@ def read_options() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def say(line: str) -> None:
-    print(line, flush=True)
-
-
-def open_checkpoint(path: str) -> Checkpoint:
-    directory = hub.fetch(path, offline=True, say=lambda line: print(line, file=sys.stderr), progress=None)
-    return Checkpoint.open(directory)
-
-
-def sources() -> str:
-    """Source code that every Python has, some 400,000 tokens."""
-    files = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"), key=lambda path: path.name)
-    return "\n\n".join(f"# {path.name}\n{path.read_text(errors='replace')}" for path in files)[:1_500_000]
-
-
 def copy_bandwidth() -> float:
     """Bytes a second, read and written, of a copy of 4 GiB on the GPU."""
     source = torch.empty(1 << 32, dtype=torch.uint8, device="cuda")
     target = torch.empty_like(source)
     return 2 * source.nbytes / seconds_of(lambda: target.copy_(source))
-
-
-def seconds_of(work: Callable[[], object], repeats: int = 10) -> float:
-    """Median GPU seconds of `work`."""
-    times = []
-    for _ in range(repeats + 2):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()  # type: ignore[no-untyped-call]
-        work()
-        end.record()  # type: ignore[no-untyped-call]
-        end.synchronize()  # type: ignore[no-untyped-call]
-        times.append(start.elapsed_time(end) / 1e3)  # type: ignore[no-untyped-call]
-    return statistics.median(times[2:])
 
 
 # steps
@@ -297,6 +248,7 @@ def compared(
         "accepted": {n.name: round(n.kept / max(1, n.kept + n.refused), 2) for n in report.levels[:-1]},
         "set-up, s": report.setup_seconds,
         "stack": report.stack,
+        "rounds": {stack: one.told for stack, one in runs[-1].spent.items()},
         "choices": [(c.stack, c.widths, round(1e3 * c.seconds, 2), c.rounds) for c in report.choices[:3]],
     }
 

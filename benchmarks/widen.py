@@ -194,6 +194,8 @@ class Source(Protocol):
 
     def preflight(self) -> None: ...
 
+    def expect(self, names: Iterable[str]) -> None: ...
+
     def release(self, names: Iterable[str]) -> None: ...
 
 
@@ -233,6 +235,10 @@ class Widened:
     def preflight(self) -> None:
         """Raise HspecError unless the source holds every tensor in its shape."""
         self.source.preflight()
+
+    def expect(self, names: Iterable[str]) -> None:
+        """Have the source read ahead what will be asked for."""
+        self.source.expect([name for name in names if name in self._stored])
 
     def release(self, names: Iterable[str]) -> None:
         """Let go of what the source keeps of these tensors, which have been used."""

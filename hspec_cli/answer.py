@@ -5,16 +5,16 @@ from __future__ import annotations
 import os
 import time
 import warnings
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Generator, Iterator
 from contextlib import closing, suppress
 from typing import TYPE_CHECKING
 
-from hspec_cli import interrupt, show
+from hspec_cli import corrections, interrupt, show
 from hspec_cli.failures import INTERRUPTED
-from hspec_cli.output import Output, only_the_answer
-from hspec_cli.progress import Progress, progress
+from hspec_cli.output import only_the_answer
 from hspec_cli.prompt import read_prompt
 from hspec_cli.show import Spoken, Told
+from hspec_cli.stage import Stage, staged
 from hspec_cli.voice import Voice, write
 
 if TYPE_CHECKING:
@@ -22,8 +22,6 @@ if TYPE_CHECKING:
     from hspec_cli.run import Run
     from hspec_decoding.engine import Engine, Request
     from hspec_decoding.events import Event
-
-Say = Callable[[str], None]
 
 
 def answer(run: Run) -> int:
@@ -33,18 +31,23 @@ def answer(run: Run) -> int:
     calm_libraries(run)
     with only_the_answer() as output:
         started = time.perf_counter()
-        with progress(voice) as shown:
-            job, engine = _load(run, text, voice, shown)
+        with staged(run, voice, output) as stage:
+            job, engine = _load(run, text, voice, stage)
             loaded = time.perf_counter() - started
-            spoken = _speak(run, job, engine, output, shown)
+            spoken = _speak(run, job, engine, stage)
         told = Told(run, job, engine, spoken, engine.report(), loaded)
         for note in (*engine.notes, *filter(None, [told.report.note])):
             voice.note(note)
         if run.json:
             output.write(show.document(told, voice.notes) + "\n")
+    if told.plan:
+        corrections.record(told.plan.profile, told.figures)
+    stage.epilogue()
     voice.line(show.summary(told))
     if run.stats:
         write(show.table(told.report))
+        if told.plan:
+            write("\n" + show.predictions(told.figures))
     return INTERRUPTED if spoken.reason == "interrupted" else 0
 
 
@@ -58,18 +61,21 @@ def calm_libraries(run: Run) -> None:
         warnings.simplefilter("ignore")
 
 
-def _load(run: Run, text: str, voice: Voice, shown: Progress) -> tuple[Job, Engine]:
+def _load(run: Run, text: str, voice: Voice, stage: Stage) -> tuple[Job, Engine]:
     """What to answer and the engine that will."""
+    from hspec_cli.offload import planned, with_plan
+    from hspec_cli.placement import limits
     from hspec_cli.prepare import prepare
     from hspec_decoding.engine import Engine, Settings
 
     interrupt.check()
-    job = prepare(run, text, voice, shown)
+    run, made = with_plan(run)
+    job = prepare(run, text, voice, stage)
     interrupt.check()
 
     def loaded(done: int, total: int) -> None:
         interrupt.check()
-        shown.update("layers loaded", done, total)
+        stage.update("layers loaded", done, total)
 
     settings = Settings(
         method=run.method,
@@ -82,6 +88,8 @@ def _load(run: Run, text: str, voice: Voice, shown: Progress) -> tuple[Job, Engi
         dtype=run.dtype,
         device=run.device,
     )
+    made = planned(run, job, settings, made, voice)
+    interrupt.check()
     engine = Engine.load(
         job.target,
         job.draft,
@@ -89,65 +97,78 @@ def _load(run: Run, text: str, voice: Voice, shown: Progress) -> tuple[Job, Engi
         job.context,
         vocabulary=job.tokenizer.size,
         progress=loaded,
+        plan=made,
+        limits=limits(run),
     )
     voice.detail(f"{run.model} on {engine.device} in {engine.dtype}: {engine.stack}")
     voice.detail(f"prompt {len(job.prompt):,} tokens, context {job.context:,}, {show.sampling_words(job.sampling)}")
     return job, engine
 
 
-def _speak(run: Run, job: Job, engine: Engine, output: Output, shown: Progress) -> Spoken:
-    """Generate, streaming to `output` unless JSON is wanted; Ctrl-C keeps what there is."""
+def _speak(run: Run, job: Job, engine: Engine, stage: Stage) -> Spoken:
+    """Generate on a stage; Ctrl-C keeps what there is."""
+    from hspec_cli.dashboard.stream import Ended
+    from hspec_decoding.beside import Meter
     from hspec_decoding.engine import Request
+    from hspec_decoding.events import Prefilled
     from hspec_decoding.text.stream import TextStream
 
-    spoken = Spoken(TextStream(job.tokenizer, run.stop or ()))
+    spoken = Spoken(TextStream(job.tokenizer, run.stop or ()), meter=Meter(engine.plan) if engine.plan else None)
     request = Request(job.prompt, job.max_tokens, job.tokenizer.eos, job.sampling)
-    say = _nothing if run.json else output.write
     try:
-        shown.update("prompt tokens read", 0, len(job.prompt))
+        _introduce(run, job, engine, stage)
+        stage.tell(Prefilled(0, len(job.prompt)))
         with closing(_generator(engine, request)) as events:
-            _follow(events, spoken, say, shown, job.max_tokens)
-        say(spoken.stream.finish())
+            _follow(events, spoken, stage)
+        stage.say(spoken.stream.finish())
     except KeyboardInterrupt:
         if not spoken.begun:
             raise
-        say(spoken.stream.finish())
+        stage.say(spoken.stream.finish())
     except Exception:
         with suppress(OSError):
-            output.end_line()
+            stage.end()
         raise
-    output.end_line()
     if spoken.reason == "length" and job.shortened:
         spoken.reason = "context"
+    stage.tell(Ended(spoken.reason))
+    stage.end()
     return spoken
 
 
-def _follow(events: Iterator[Event], spoken: Spoken, say: Say, shown: Progress, most: int) -> None:
+def _introduce(run: Run, job: Job, engine: Engine, stage: Stage) -> None:
+    """Tell the stage what is about to happen."""
+    from hspec_cli.dashboard.stream import Began
+
+    words = show.sampling_words(job.sampling)
+    sizes = (len(job.prompt), job.max_tokens, job.context)
+    stage.tell(Began(run.model, engine.device, engine.dtype, engine.stack, words, *sizes))
+    if run.dashboard or run.record:
+        from hspec_cli.dashboard.expect import expected
+
+        stage.tell(expected(job.target.config, job.context, engine.device, engine.plan))
+        stage.watch(engine.in_flight)
+
+
+def _follow(events: Iterator[Event], spoken: Spoken, stage: Stage) -> None:
     """Take in events until the end or a stop string."""
-    from hspec_decoding.events import Emitted, Finished, Prefilled
+    from hspec_decoding.events import Emitted, Finished
 
     for event in events:
         interrupt.check()
         spoken.begun = True
+        stage.tell(event)
+        if spoken.meter:
+            spoken.meter.take(event)
         match event:
-            case Prefilled():
-                shown.update("prompt tokens read", event.done, event.total)
             case Emitted():
-                if say is _nothing:
-                    shown.update("tokens written", len(spoken.ids), most)
-                else:
-                    shown.pause()
                 spoken.ids.extend(event.tokens)
-                say(spoken.stream.push(event.tokens))
+                stage.say(spoken.stream.push(event.tokens))
                 if spoken.stream.stopped:
                     spoken.reason = "stop"
                     return
             case Finished():
                 spoken.reason = event.reason
-
-
-def _nothing(_text: str) -> None:
-    """Where the text goes when JSON is wanted."""
 
 
 def _generator(engine: Engine, request: Request) -> Generator[Event]:

@@ -19,6 +19,7 @@ class Output:
     def __init__(self, stream: BinaryIO) -> None:
         self._stream = stream
         self._at_line_start = True
+        self.terminal = stream.isatty()
 
     def write(self, text: str) -> None:
         """Write `text` and flush. Raises BrokenPipeError when nobody reads any more."""

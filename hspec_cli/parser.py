@@ -10,12 +10,16 @@ import typer
 from typer.main import get_command
 
 from hspec_cli import __version__, words
+from hspec_cli.bench.command import EXAMPLES as BENCH_EXAMPLES
+from hspec_cli.bench.command import Bench
 from hspec_cli.models import EXAMPLES as MODELS_EXAMPLES
 from hspec_cli.models import Models
 from hspec_cli.plan import EXAMPLES as PLAN_EXAMPLES
 from hspec_cli.plan import Plan
 from hspec_cli.profile import EXAMPLES as PROFILE_EXAMPLES
 from hspec_cli.profile import Profile
+from hspec_cli.replay import EXAMPLES as REPLAY_EXAMPLES
+from hspec_cli.replay import Replay
 from hspec_cli.run import EXAMPLES as RUN_EXAMPLES
 from hspec_cli.run import Run
 
@@ -25,12 +29,15 @@ Examples:
   hspec run "Summarize this" < report.txt
   hspec profile
   hspec plan -m llama2-7b-128k --profile 2x-rtx-4090
+  hspec bench
   hspec models"""
 
 app = typer.Typer(rich_markup_mode=None, context_settings={"help_option_names": ["-h", "--help"]})
 words.add(app, "run", Run, epilog=RUN_EXAMPLES)
 words.add(app, "profile", Profile, epilog=PROFILE_EXAMPLES)
 words.add(app, "plan", Plan, epilog=PLAN_EXAMPLES)
+words.add(app, "replay", Replay, epilog=REPLAY_EXAMPLES)
+words.add(app, "bench", Bench, epilog=BENCH_EXAMPLES)
 words.add(app, "models", Models, epilog=MODELS_EXAMPLES)
 
 

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Annotated
 
 from typer import Option
 
+from hspec_cli.placement import GpuLayers, KvDevice, Ram, Reserve, Vram, roughly
 from hspec_cli.words import Command, choice, whole
-from hspec_profiles.errors import HspecError, UsageError
+from hspec_profiles.errors import HspecError
 
 if TYPE_CHECKING:
     from hspec_cli.voice import Voice
@@ -18,11 +18,10 @@ if TYPE_CHECKING:
     from hspec_offload.shape import ModelShape
     from hspec_profiles.profile import HostProfile
 
-UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
 TEXTS = ("prose", "code")
 
-model_option, host_option, place_option, output_option = (
-    partial(Option, rich_help_panel=heading) for heading in ("Model", "Host", "Placement", "Output")
+model_option, host_option, output_option = (
+    partial(Option, rich_help_panel=heading) for heading in ("Model", "Host", "Output")
 )
 
 EXAMPLES = """\
@@ -33,18 +32,6 @@ Examples:
 
 No weights are needed, only the model's config. Without --profile the plan is for this host, as
 `hspec profile` measured it. Exit codes: 0 done, 1 failed, 2 usage, 3 does not fit."""
-
-
-def size(flag: str) -> partial[int]:
-    """A parser of sizes with a unit: 24GiB, 24GB, 24G (= GB), 512MiB."""
-    return partial(_size, flag)
-
-
-def _size(flag: str, word: str) -> int:
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmgt]i?)b?", word.strip().lower())
-    if not match:
-        raise UsageError(f"`{flag}` must be a size with its unit, got '{word}'", f"for example `{flag} 24GiB`")
-    return round(float(match[1]) * UNITS[match[2]])
 
 
 @dataclass(frozen=True)
@@ -87,48 +74,18 @@ class Plan(Command):
         str | None,
         host_option("--profile", metavar="NAME", help="A shipped or saved profile, or a file, instead of this host."),
     ] = None
-    vram: Annotated[
-        int | None,
-        host_option("--vram", parser=size("--vram"), metavar="SIZE", help="Use at most this much of each GPU: 24GiB."),
-    ] = None
-    ram: Annotated[
-        int | None,
-        host_option("--ram", parser=size("--ram"), metavar="SIZE", help="Use at most this much RAM."),
-    ] = None
-    reserve: Annotated[
-        int | None,
-        host_option(
-            "--reserve",
-            parser=size("--reserve"),
-            metavar="SIZE",
-            help="Leave this much of each GPU (of RAM where there is none) alone.  [default: 250 MB and 1 %]",
-        ),
-    ] = None
-    gpu_layers: Annotated[
-        int | None,
-        place_option(
-            "--gpu-layers",
-            "-ngl",
-            parser=whole("--gpu-layers", 0),
-            metavar="N",
-            help="Layers whose 16-bit weights are on the GPU.  [default: what is fastest]",
-        ),
-    ] = None
-    kv_device: Annotated[
-        str | None,
-        place_option(
-            "--kv-device",
-            parser=choice("--kv-device", ("cpu", "gpu")),
-            metavar="DEVICE",
-            help="Where keys and values live: cpu or gpu.  [default: what is fastest]",
-        ),
-    ] = None
+    vram: Vram = None
+    ram: Ram = None
+    reserve: Reserve = None
+    gpu_layers: GpuLayers = None
+    kv_device: KvDevice = None
     json: Annotated[bool, output_option("--json", help="Print one JSON document, as --plan takes it.")] = False
     quiet: Annotated[bool, output_option("--quiet", "-q", help="Say nothing but errors on stderr.")] = False
     debug: Annotated[bool, output_option("--debug", help="Show tracebacks.")] = False
 
     def execute(self) -> int:
         """Print the plan; 0. Raises HspecError, DoesNotFit among them."""
+        from hspec_cli.corrections import remarks
         from hspec_cli.plan_text import text
         from hspec_cli.show import written
         from hspec_cli.voice import Voice
@@ -140,6 +97,8 @@ class Plan(Command):
         model, work = self._work(voice)
         profile, limits = self._host(voice), self._limits()
         made = plan(profile, model, work, limits)
+        if self.profile is None:
+            made = replace(made, notes=(*made.notes, *remarks(made.profile)))
         advice = hints(profile, model, work, limits, made)
         print(written(document(made, advice)) if self.json else text(made, model, advice), flush=True)
         return 0
@@ -148,15 +107,7 @@ class Plan(Command):
         """The profile that was asked for, or this host's; a note where it had to be measured at once."""
         from hspec_profiles.profile import load_profile, saved_profile
 
-        if self.profile is not None:
-            return load_profile(self.profile)
-        saved = saved_profile()
-        if saved is None:
-            from hspec_profiles.measure import quick_probe
-
-            saved = quick_probe()
-            voice.note("this host was measured roughly; `hspec profile` measures it well, and keeps it")
-        return saved
+        return load_profile(self.profile) if self.profile is not None else saved_profile() or roughly(voice)
 
     def _limits(self) -> Limits:
         from hspec_offload.ask import Limits

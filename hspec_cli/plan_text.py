@@ -15,6 +15,7 @@ from hspec_offload.sizes import human
 from hspec_offload.speculation import milliseconds
 
 WIDTH = 80
+LITTLE = 0.002  # share of a pass
 WEIGHTS = {
     "gpu": "on the GPU",
     "stream": "RAM, streamed",
@@ -117,7 +118,7 @@ def _numbers(runs: Sequence[Layers]) -> str:
 
 
 def times(plan: Plan) -> str:
-    """Every kind of pass in ms, with the terms that are not nothing; they overlap."""
+    """Every kind of pass in ms, with the terms that are more than next to nothing; they overlap."""
     told = plan.prediction
     passes = [("plain decoding", told.plain)]
     if told.draft:
@@ -128,7 +129,7 @@ def times(plan: Plan) -> str:
         passes.append((f"verify {plan.block} rows", told.verify))
     if told.refresh:
         passes.append(("new selection", Pass(told.refresh)))
-    used = [i for i, term in enumerate(TERMS) if any(getattr(made, term) for _, made in passes)]
+    used = [i for i, term in enumerate(TERMS) if any(getattr(made, term) > LITTLE * made.seconds for _, made in passes)]
     rows = [
         (f"  {name}", milliseconds(made.seconds), *(milliseconds(getattr(made, TERMS[i])) for i in used))
         for name, made in passes

@@ -178,7 +178,7 @@ def room(run: Run, prompt: int, usable: int, voice: Voice) -> tuple[int, int, bo
         )
     window = run.ctx or usable
     if prompt >= window:
-        what = "`--ctx`" if run.ctx else f"the context of `{run.model}`"
+        what = "the plan" if run.plan else "`--ctx`" if run.ctx else f"the context of `{run.model}`"
         more = (
             f"`--ctx` goes up to {usable}" if usable > prompt else "shorten the prompt or use a model with more context"
         )

@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TextIO
 
 from hspec_cli.voice import Voice
 
@@ -40,9 +40,9 @@ def progress(voice: Voice) -> Iterator[Progress]:
         shown.close()
 
 
-def can_redraw() -> bool:
-    """Whether stderr is a terminal that understands cursor movement."""
-    stream = sys.stderr
+def can_redraw(stream: TextIO | None = None) -> bool:
+    """Whether `stream`, or else stderr, is a terminal that understands cursor movement."""
+    stream = stream or sys.stderr
     smart = os.environ.get("TERM", "dumb") not in ("", "dumb")
     return smart and stream is not None and not stream.closed and stream.isatty()
 
@@ -80,17 +80,42 @@ class Bar(Progress):
 def _rich_progress() -> Any:
     """A bar on stderr that vanishes when it stops; stdout is left alone."""
     from rich.console import Console
-    from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+    from rich.progress import (
+        BarColumn,
+        Progress,
+        ProgressColumn,
+        Task,
+        TaskProgressColumn,
+        TextColumn,
+        TimeRemainingColumn,
+    )
+    from rich.text import Text
+
+    class Rate(ProgressColumn):
+        """How fast it goes."""
+
+        def render(self, task: Task) -> Text:
+            return Text(f"{each_second(task.description, task.speed)}" if task.speed else "")
 
     return Progress(
         TextColumn("{task.description}", markup=False),
         BarColumn(bar_width=30),
         TaskProgressColumn(),
+        Rate(),
         TimeRemainingColumn(),
         console=Console(stderr=True),
         transient=True,
         redirect_stdout=False,
     )
+
+
+def each_second(what: str, rate: float) -> str:
+    """A rate of `what`: 470/s, 3.1/s, 12.3 MB/s."""
+    from hspec_offload.sizes import human
+
+    if "bytes" in what:
+        return f"{human(rate)}/s"
+    return f"{rate:,.0f}/s" if rate >= 10 else f"{rate:.1f}/s"
 
 
 class Heart(Progress):
@@ -99,6 +124,7 @@ class Heart(Progress):
     def __init__(self, voice: Voice) -> None:
         self._voice = voice
         self._state: tuple[str, int, int] | None = None
+        self._first = "", 0, 0.0  # what, how far it was when it began, and when
         self._said = time.monotonic()
         self._lock = threading.Lock()
         self._over = threading.Event()
@@ -107,6 +133,8 @@ class Heart(Progress):
 
     def update(self, what: str, done: int, total: int) -> None:
         """Remember it, and say it when the last line is long ago."""
+        if what != self._first[0] or done < self._first[1]:
+            self._first = what, done, time.monotonic()
         self._state = what, done, total
         self._beat()
 
@@ -128,4 +156,13 @@ class Heart(Progress):
             if self._state is not None and time.monotonic() - self._said >= HEARTBEAT:
                 self._said = time.monotonic()
                 what, done, total = self._state
-                self._voice.line(f"{done:,} of {total:,} {what} ({done / max(total, 1):.0%})")
+                self._voice.line(f"{done:,} of {total:,} {what} ({done / max(total, 1):.0%}{self._pace(done, total)})")
+
+    def _pace(self, done: int, total: int) -> str:
+        """How fast, and how long still, as far as that is known."""
+        what, first, began = self._first
+        spent = time.monotonic() - began
+        if done <= first or not spent:
+            return ""
+        rate = (done - first) / spent
+        return f", {each_second(what, rate)}, {(total - done) / rate:,.0f} s left"

@@ -7,6 +7,7 @@ from typing import Annotated
 
 from typer import Argument, Option
 
+from hspec_cli.placement import GpuLayers, KvDevice, OffloadKind, Ram, Reserve, Vram, check_run, place_option
 from hspec_cli.words import Command, choice, real, whole
 from hspec_decoding.stack import METHODS
 from hspec_decoding.stack import parse as parse_levels
@@ -26,6 +27,7 @@ Examples:
   hspec run "Why is the sky blue?"
   hspec run "Summarize this report" < report.txt
   hspec run -m llama2-7b-128k --method triforce -f report.txt "Summarize it" --stats
+  hspec run -m llama2-7b-128k --method triforce --offload < report.txt
   git diff | hspec run -m ./my-model "Write a commit message" --temp 0.7 --seed 1 --json
 
 Piped text comes first, then files, then the PROMPT. Exit codes: 0 done, 1 failed, 2 usage,
@@ -102,6 +104,19 @@ class Run(Command):
             "--trust-remote-code", help="Accepted as elsewhere, though hspec never runs the code of a model repository."
         ),
     ] = False
+    offload: Annotated[
+        bool, place_option("--offload", help="Keep in RAM, or on the disk, what the GPU has no room for.")
+    ] = False
+    offload_kind: OffloadKind = None
+    vram: Vram = None
+    ram: Ram = None
+    gpu_layers: GpuLayers = None
+    kv_device: KvDevice = None
+    reserve: Reserve = None
+    plan: Annotated[
+        str | None,
+        place_option("--plan", metavar="FILE", help="Put everything where `hspec plan --json > FILE` says."),
+    ] = None
     method: Annotated[
         str,
         level_option(
@@ -216,6 +231,15 @@ class Run(Command):
         sampling_option("--stop", metavar="TEXT", help="End the answer before this text (repeatable)."),
     ] = None
     json: Annotated[bool, output_option("--json", help="Print one JSON document instead of streaming.")] = False
+    dashboard: Annotated[
+        bool, output_option("--dashboard", help="Watch a live view: text, speed, levels, memory, layers.")
+    ] = False
+    record: Annotated[
+        str | None,
+        output_option(
+            "--record", metavar="FILE", help="Write the run's events and its text as JSON lines, for `hspec replay`."
+        ),
+    ] = None
     stats: Annotated[bool, output_option("--stats", help="Add a table of the levels to stderr.")] = False
     quiet: Annotated[bool, output_option("--quiet", "-q", help="Say nothing but errors.")] = False
     verbose: Annotated[bool, output_option("--verbose", "-v", help="Say more on stderr.")] = False
@@ -243,5 +267,8 @@ class Run(Command):
             raise UsageError("`--levels` and `--method` both name the level stack", "give one of them")
         if self.raw and self.system is not None:
             raise UsageError("`--system` needs the chat template that `--raw` turns off", "drop one of them")
+        if self.quiet and self.dashboard:
+            raise UsageError("`--quiet` and `--dashboard` contradict each other", "drop one of them")
+        check_run(self)
         if "" in (self.stop or ()):
             raise UsageError("`--stop` must not be empty")

@@ -12,10 +12,12 @@ from hspec_cli import __version__
 if TYPE_CHECKING:
     from hspec_cli.prepare import Job
     from hspec_cli.run import Run
+    from hspec_decoding.beside import Beside, Meter
     from hspec_decoding.engine import Engine
     from hspec_decoding.events import LevelReport, Report
     from hspec_decoding.sampling import Sampling
     from hspec_decoding.text.stream import TextStream
+    from hspec_offload.plan import Plan
 
 ENDED = {
     "length": " (cut at -n)",
@@ -33,6 +35,7 @@ class Spoken:
     begun: bool = False
     ids: list[int] = field(default_factory=list)
     reason: str = "interrupted"
+    meter: Meter | None = None  # where there is a plan to compare with
 
     @property
     def tokens(self) -> list[int]:
@@ -51,9 +54,21 @@ class Told:
     report: Report
     load_seconds: float
 
+    @property
+    def plan(self) -> Plan | None:
+        """Where everything was, if that was planned."""
+        return self.spoken.meter.plan if self.spoken.meter else None
+
+    @property
+    def figures(self) -> Sequence[Beside]:
+        """What was predicted beside what was measured."""
+        return self.spoken.meter.figures_of(self.report) if self.spoken.meter else ()
+
 
 def summary(told: Told) -> str:
     """One line: how much, how fast, by what."""
+    from hspec_offload.words import elsewhere
+
     report, count = told.report, len(told.spoken.ids)
     method = "levels" if told.run.levels else told.run.method
     parts = [f"{method}: {report.stack}"]
@@ -65,6 +80,8 @@ def summary(told: Told) -> str:
         parts.append(f"{gain:.2f} times plain decoding")
     spent = f"in {seconds(report.decode_seconds)} ({rate(report):.1f} tokens/s"
     before = f"prompt {report.prompt_tokens:,} tokens in {seconds(report.prefill_seconds)})"
+    if told.plan and not told.plan.resident:
+        parts.append(elsewhere(told.plan))
     parts.append(sampling_words(told.job.sampling))
     return (
         f"{count:,} token{'s' * (count != 1)}{ENDED.get(told.spoken.reason, '')} {spent}; {before}, {', '.join(parts)}"
@@ -122,6 +139,16 @@ def choices(report: Report) -> str:
     return _aligned(rows)
 
 
+def predictions(figures: Sequence[Beside]) -> str:
+    """What the plan promised beside what was measured."""
+    rows: list[tuple[str, ...]] = [("seconds", "predicted", "measured", "measured / predicted")]
+    for figure in figures:
+        predicted = "-" if figure.predicted is None else f"{figure.predicted:.4g}"
+        ratio = "-" if figure.ratio is None else f"{figure.ratio:.2f}"
+        rows.append((figure.name, predicted, f"{figure.measured:.4g}", ratio))
+    return _aligned(rows)
+
+
 def _aligned(rows: Sequence[tuple[str, ...]]) -> str:
     """A table whose first column is words and whose others are numbers."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
@@ -166,12 +193,29 @@ def document(told: Told, notes: Sequence[str]) -> str:
         "levels": [_level(level, report) for level in report.levels],
         "choices": [vars(choice) for choice in report.choices],
         "timings": _timings(told),
+        "placement": _placement(told),
         "dtype": told.engine.dtype,
         "device": told.engine.device,
         "notes": list(notes),
         "version": __version__,
     }
     return written(made)
+
+
+def _placement(told: Told) -> dict[str, Any] | None:
+    """Where everything was, and times predicted and measured, in seconds; None where nothing was planned."""
+    from hspec_offload.words import elsewhere
+
+    if told.plan is None:
+        return None
+    return {
+        "resident": told.plan.resident,
+        "elsewhere": elsewhere(told.plan),
+        "planned_levels": told.plan.levels,
+        "figures": {
+            figure.name: {"predicted": figure.predicted, "measured": figure.measured} for figure in told.figures
+        },
+    }
 
 
 def written(made: dict[str, Any]) -> str:

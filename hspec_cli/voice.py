@@ -14,6 +14,7 @@ class Voice:
     quiet: bool = False
     verbose: bool = False
     notes: list[str] = field(default_factory=list)
+    held: list[str] | None = None  # lines that wait
 
     def note(self, text: str) -> None:
         """Say, once, what the user should know about the result."""
@@ -21,17 +22,33 @@ class Voice:
             return
         self.notes.append(text)
         if not self.quiet:
-            write(f"note: {text}")
+            self._write(f"note: {text}")
 
     def line(self, text: str) -> None:
         """Say something about the run."""
         if not self.quiet:
-            write(f"hspec: {text}")
+            self._write(f"hspec: {text}")
 
     def detail(self, text: str) -> None:
         """Say what only `--verbose` wants."""
         if self.verbose:
             self.line(text)
+
+    def hold(self) -> None:
+        """Keep what is said from now on until `release`."""
+        self.held = self.held or []
+
+    def release(self) -> None:
+        """Say what was held, and hold nothing any more."""
+        lines, self.held = self.held or [], None
+        for line in lines:
+            write(line)
+
+    def _write(self, text: str) -> None:
+        if self.held is None:
+            write(text)
+        else:
+            self.held.append(text)
 
 
 def write(text: str) -> None:

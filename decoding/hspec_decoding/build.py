@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import TypeVar, cast
 
-from hspec_decoding.cache import KVStore
+import torch
+
+from hspec_decoding.cache import KVStore, Store
 from hspec_decoding.device import Shape
 from hspec_decoding.graphs import Graphs
+from hspec_decoding.host_view import HostView, KVPlace
+from hspec_decoding.host_weights import SmallDecoder
 from hspec_decoding.levels import Level, ModelLevel, Target, Verified
 from hspec_decoding.model import Decoder
 from hspec_decoding.ngram import NGram
@@ -16,11 +21,14 @@ from hspec_decoding.stack import LONGEST, Spec, Stack
 from hspec_decoding.tuner import Plan
 from hspec_decoding.views import FullView, InPlaceView, View, WindowView
 from hspec_kernels.attention import QuantizedKV
+from hspec_offload.host_kv import HostKV
 from hspec_profiles.errors import UsageError
 
 DRAFTED, COPIED = 0.75, 0.93  # acceptance to expect of a draft model, and of the target with fewer keys or bits
 WINDOW = 256  # tokens of a streaming view
 LEAST_BUDGET, MOST_BUDGET, BUDGET_SHARE = 256, 4096, 8  # of a retrieval view: context / share, within these
+
+AStore = TypeVar("AStore", KVStore, HostKV)
 
 
 def resolve(stack: Stack, context: int, *, budget: int | None, keep: bool) -> Stack:
@@ -52,35 +60,61 @@ def _with_budget(spec: Spec, default: int) -> Spec:
 class Parts:
     """What outlives a request: weights, memory, captured graphs. Their contents mean nothing between requests."""
 
-    def __init__(self, target: Decoder, draft: Decoder | None, quantized: Mapping[str, Decoder] | None = None) -> None:
-        """`quantized`: copies of the target in 4 bits that were made before, by format."""
-        self.target, self.draft = target, draft
-        self.stores: dict[str, KVStore] = {}
+    def __init__(
+        self,
+        target: Decoder,
+        draft: Decoder | None,
+        quantized: Mapping[str, Decoder] | None = None,
+        kv: KVPlace | None = None,
+    ) -> None:
+        """`quantized`: copies of the target in 4 bits that were made before, by format. `kv`: which of the target's
+        keys and values live in host memory.
+        """
+        self.target, self.draft, self.kv = target, draft, kv
+        self.stores: dict[str, Store] = {}
         self.prompts: dict[int, list[int]] = {}  # by slot of the target's store, the prompt last cached there
-        self.copies: dict[str, tuple[KVStore, list[QuantizedKV]]] = {}  # by format
+        self.copies: dict[str, tuple[Store, list[QuantizedKV]]] = {}  # by format
         self.quantized: dict[str, Decoder] = dict(quantized or {})
         self.graphs: dict[int, Graphs] = {}
         for decoder in (target, draft, *self.quantized.values()):
             self._graph(decoder)
 
+    @property
+    def offloaded(self) -> bool:
+        """Whether passes of the target take something from the host."""
+        return self.kv is not None or self.target.offloaded
+
     def store(self, name: str, decoder: Decoder, sequences: int, capacity: int) -> KVStore:
         """Memory for keys and values of `capacity` tokens; what was made before is used while it is large enough."""
+        return self._kept(
+            name,
+            sequences,
+            capacity,
+            lambda: KVStore(decoder.config, sequences, capacity, dtype=decoder.dtype, device=decoder.device),
+        )
+
+    def host_store(self, place: KVPlace, sequences: int, capacity: int) -> HostKV:
+        """The target's own where parts of it are in host memory; nothing of an earlier request is in it."""
+        store = self._kept("target", sequences, capacity, lambda: place.store(self.target, sequences, capacity))
+        store.forget()
+        return store
+
+    def _kept(self, name: str, sequences: int, capacity: int, make: Callable[[], AStore]) -> AStore:
         known = self.stores.get(name)
         if known is None or known.sequences < sequences or known.capacity < capacity:
             if known is not None:
                 self._forget_graphs()  # some were captured over this memory
                 self.prompts.clear()
-            known = KVStore(decoder.config, sequences, capacity, dtype=decoder.dtype, device=decoder.device)
-            self.stores[name] = known
-        return known
+                del self.stores[name]
+            known = self.stores[name] = make()
+        return cast(AStore, known)
 
-    def copy(self, form: str, store: KVStore) -> list[QuantizedKV]:
+    def copy(self, form: str, store: Store) -> list[QuantizedKV]:
         """Memory, by layer, for a copy of a store's keys and values in few bits."""
         known = self.copies.get(form)
         if known is None or known[0] is not store:
-            bits = {"int4": 4, "int8": 8}[form]
-            size, heads, slots, dim = store.keys[0].shape
-            copies = [QuantizedKV(size, heads, slots, dim, bits, keys.dtype, keys.device) for keys in store.keys]
+            bits, (size, heads, slots, dim) = {"int4": 4, "int8": 8}[form], store.shape
+            copies = [QuantizedKV(size, heads, slots, dim, bits, store.dtype, store.device) for _ in store.keys]
             self.copies[form] = known = store, copies
         return known[1]
 
@@ -92,6 +126,20 @@ class Parts:
             self.quantized[form] = self.target.quantized(form)
             self._graph(self.quantized[form])
         return self.quantized[form]
+
+    def make_room(self) -> None:
+        """Drop what decoding makes anew, before a prompt is read that needs the memory."""
+        for decoder in self.quantized.values():
+            if isinstance(decoder, SmallDecoder):
+                decoder.drop()
+                self.graphs.pop(id(decoder), None)
+                self._graph(decoder)
+        self.give_back()
+
+    def give_back(self) -> None:
+        """Where memory is planned to the last bytes, none of it lies idle in pieces of the wrong size."""
+        if self.offloaded and self.target.device.type == "cuda":
+            torch.cuda.empty_cache()
 
     def forget(self) -> None:
         """Drop all memory, with the graphs that were captured over it."""
@@ -150,9 +198,13 @@ def build_levels(
     target = parts.target
     bucket, spare = (shape.bucket, shape.rows) if shape else (1, 0)
     # Behind the context there is room for a block that ends there, and for what middle levels speculate.
-    store = parts.store("target", target, sequences, -(-context // bucket) * bucket + max(spare, 3 * LONGEST))
-    full = FullView(target.config, store, sequences, bucket)
-    last = Target(target, full, shape, parts.graphs.get(id(target)))
+    capacity = -(-context // bucket) * bucket + max(spare, 3 * LONGEST)
+    full: FullView
+    if parts.kv:
+        full = HostView(target.config, parts.host_store(parts.kv, sequences, capacity), sequences, bucket)
+    else:
+        full = FullView(target.config, parts.store("target", target, sequences, capacity), sequences, bucket)
+    last = Target(target, full, shape, None if parts.offloaded else parts.graphs.get(id(target)))
     named = [_named(stack[:-1]) for stack in stacks]
     places = {name: n for n, name in enumerate(dict.fromkeys(name for names in named for name in names))}
     made = [_level(spec, time, parts, full, select) for spec, time in places]

@@ -11,16 +11,32 @@ from operator import itemgetter
 from hspec_decoding.build import Parts, build_levels
 from hspec_decoding.checkpoints.checkpoint import Checkpoint
 from hspec_decoding.device import exact_shape, pick_device, pick_dtype
-from hspec_decoding.events import Choice, Emitted, Event, Finished, LevelReport, Prefilled, Reason, Report, Round
+from hspec_decoding.events import (
+    Choice,
+    Emitted,
+    Event,
+    Finished,
+    LevelReport,
+    LevelRound,
+    Prefilled,
+    Reason,
+    Report,
+    Round,
+)
+from hspec_decoding.inventory import Traffic, placed
+from hspec_decoding.launches import tune_launches
 from hspec_decoding.levels import ModelLevel, Tally, count
-from hspec_decoding.load import affordable, check_memory, choose_stacks, load_decoder, worthwhile
+from hspec_decoding.load import choose_stacks, load_decoder, worthwhile
 from hspec_decoding.model import Decoder
 from hspec_decoding.options import Request, Settings
+from hspec_decoding.place import cap, fitting_stacks, kv_place, planned_shape, planned_stacks, ring_of
 from hspec_decoding.rules import Chooser, Coupled, Draft, NonFinite, Rejection
 from hspec_decoding.sampling import SeededDraws
 from hspec_decoding.sequence import Text
 from hspec_decoding.stack import LONGEST, Stack, written
 from hspec_decoding.tuner import Average, Plan, Tuner, Used
+from hspec_offload.ask import Limits
+from hspec_offload.plan import Plan as Offload
 from hspec_profiles.errors import HspecError, UsageError
 
 PREFILL = {"cpu": 512, "cuda": 4096}  # tokens of a prefill chunk
@@ -75,6 +91,7 @@ class Engine:
         self.stacks, self.stack = stacks, " or ".join(map(written, stacks))
         self.device, self.dtype = str(target.device), str(target.dtype).removeprefix("torch.")
         self.notes: list[str] = []
+        self.plan: Offload | None = None  # where everything is, if that was planned
         for spec in {spec for stack in stacks for spec in stack}:
             self.parts.weights(spec.weights)  # so that no answer waits for it
 
@@ -87,36 +104,52 @@ class Engine:
         context: int,
         vocabulary: int | None = None,
         progress: Callable[[int, int], None] | None = None,
+        plan: Offload | None = None,
+        limits: Limits = Limits(),
     ) -> Engine:
-        """Read the weights. Raises UsageError for settings that cannot be meant, DoesNotFit where memory lacks.
+        """Read the weights to where `plan` puts them, or all to one device. Raises UsageError for settings that cannot
+        be meant, DoesNotFit where memory lacks.
 
         `vocabulary`: ids that the tokenizer knows, all that are ever produced; models whose embeddings are padded
-        differently can then serve each other. `progress` is told (layers read, layers) of the target.
+        differently can then serve each other. `progress` is told (layers read, layers) of the target. A plan runs on
+        the device of the settings, be that of its kind or not; `limits` are those it was made within.
         """
         notes: list[str] = []
         device = pick_device(settings.device, notes)
         dtype = pick_dtype(settings.dtype, device)
-        stacks = choose_stacks(settings, context, draft=draft is not None, gpu=device.type == "cuda")
+        configs = target.config, draft.config if draft else None
+        stacks = fitting_stacks(settings, *configs, context, dtype, device, plan, limits)
         if not any(spec.name == "draft" for stack in stacks for spec in stack):
             draft = None
-        models = [checkpoint.config for checkpoint in (target, draft) if checkpoint]
-        room = check_memory(models, context, dtype, device)
-        if len(stacks) > 1:
-            stacks = affordable(worthwhile(stacks, models[0], context, dtype), models[0], context, dtype, room)
+        cap(device, limits)
         vocabulary = min(target.config.vocab_size, vocabulary or target.config.vocab_size)
+        forms = sorted({spec.weights for stack in stacks for spec in stack if spec.weights})
+        tune_launches(target.config, draft.config if draft else None, forms, vocabulary, dtype, device, notes)
         load = partial(load_decoder, dtype=dtype, device=device, context=context, vocabulary=vocabulary)
-        small, large = load(draft) if draft else None, load(target, progress=progress)
-        engine = cls(large, small, stacks, settings, context)
-        engine.notes = notes
+        small = load(draft) if draft else None
+        if plan is None or plan.resident:
+            large, kv = load(target, progress=progress), None
+        else:
+            ring = ring_of(plan, device)
+            large = load(target, progress=progress, plan=plan, ring=ring, notes=notes, exact=settings.exact)
+            kv = kv_place(plan, ring)
+        engine = cls(large, small, stacks, settings, context, Parts(large, small, kv=kv))
+        engine.notes, engine.plan = notes, plan
         return engine
 
     def variant(self, settings: Settings) -> Engine:
         """The same weights in the same memory run in another way. Only one of the two may be at work at a time."""
-        gpu = self.target.device.type == "cuda"
-        stacks = choose_stacks(settings, self.context, draft=self.draft is not None, gpu=gpu)
-        if len(stacks) > 1:
-            stacks = worthwhile(stacks, self.target.config, self.context, self.target.dtype)
-        return Engine(self.target, self.draft, stacks, settings, self.context, self.parts)
+        draft = self.draft is not None
+        if self.plan is not None and not self.plan.resident:
+            stacks = planned_stacks(self.plan, settings, self.context, draft=draft)
+        else:
+            gpu = self.target.device.type == "cuda"
+            stacks = choose_stacks(settings, self.context, draft=draft, gpu=gpu)
+            if len(stacks) > 1:
+                stacks = worthwhile(stacks, self.target.config, self.context, self.target.dtype)
+        engine = Engine(self.target, self.draft, stacks, settings, self.context, self.parts)
+        engine.plan = self.plan
+        return engine
 
     def generate(self, *requests: Request) -> Iterator[Event]:
         """Decode prompts of at least one token each, until every sequence is finished.
@@ -124,14 +157,20 @@ class Engine:
         Closing the iterator early is fine: `report` then tells of what was done.
         """
         self._begin(requests)
+        yield placed(self.parts, self.plan)
         for run in self.runs:
             yield from self._prefill(run)
         self._rehearse()
+        yield placed(self.parts, self.plan)
         while active := [run for run in self.runs if not run.finished]:
             started = time.perf_counter()
             events = self._round(active)
             self.decode_seconds += time.perf_counter() - started
             yield from events
+
+    def in_flight(self) -> int | None:
+        """The layer whose weights, keys or values are being carried to the GPU; another thread may ask."""
+        return None
 
     def report(self) -> Report:
         """Numbers of the running or last `generate`."""
@@ -183,11 +222,13 @@ class Engine:
     def _begin(self, requests: Sequence[Request]) -> None:
         """Fresh state: nothing of an earlier call remains but its memory."""
         self.runs = [self._run(slot, request) for slot, request in enumerate(requests)]
+        self.parts.make_room()
         sampling = requests[0].sampling
         if any(request.sampling != sampling for request in requests):
             raise UsageError("the sequences of one batch must share their sampling options")
         exact = self.settings.exact
-        self.shape = exact_shape(self.target.device, self.target.dtype, len(requests)) if exact else None
+        shape = exact_shape(self.target.device, self.target.dtype, len(requests))
+        self.shape = planned_shape(self.plan, shape) if exact else None
         self.levels = build_levels(
             self.stacks,
             self.parts,
@@ -198,6 +239,7 @@ class Engine:
             gamma=self.settings.gamma,
         )
         self.last = self.levels.last
+        self.traffic = Traffic([*self.levels.proposers, self.last], self.target.device)
         self.by: Chooser = Coupled(sampling)
         if self.settings.rule == "rejection":
             self.by = Rejection(sampling, {r.text.slot: SeededDraws(sampling.seed, r.text.key) for r in self.runs})
@@ -235,6 +277,7 @@ class Engine:
         for level in self.levels.proposers:
             level.read(run.text)
         self.target.finish()
+        self.parts.give_back()
         self.prefill_seconds += time.perf_counter() - started
         yield Prefilled(total, total, run.request.sequence)
 
@@ -242,7 +285,7 @@ class Engine:
         """Count as cached what an earlier request left of the same beginning: whole chunks of its prompt, so that
         what is computed anew is computed in the same shapes; and never the last one, which selections look at.
         """
-        known = self.parts.prompts.pop(text.slot, [])
+        known = [] if self.parts.kv else self.parts.prompts.pop(text.slot, [])  # in host memory: not read again
         same = next((i for i, (a, b) in enumerate(zip(known, text.tokens, strict=False)) if a != b), len(known))
         kept = max(0, min(same, len(known) - 1, len(text) - 2) // chunk * chunk)
         self.last.view.fed(text, text.tokens[:kept])
@@ -260,7 +303,7 @@ class Engine:
         for n, level in enumerate(self.levels.proposers):
             if isinstance(level, ModelLevel):
                 first = any(chain[:1] == (n,) for chain in self.levels.chains)
-                for rows in (4, 1) if first else (16, 4):
+                for rows in (16, 4, 1) if first else (32, 16, 4):
                     seconds = level.rehearse(texts, rows)
                 if seconds is not None:
                     self.tuner.cost[n] = Average(seconds, 1)
@@ -284,11 +327,13 @@ class Engine:
         length = min(BURST, *(run.limit - run.generated for run in active))
         texts = [run.text for run in active]
         drafts = self.last.propose(texts, [length] * len(active), [length], self.by)
+        drafts[0].wait()
         events = [event for run, draft in zip(active, drafts, strict=True) for event in self._emit(run, draft)]
         seconds = (time.perf_counter() - started) / length
         for _ in range(length):
             self.tuner.learn(Plan(), [], 0, seconds)
-        return [*events, *[Round(0, 0, (), seconds)] * length]
+        did = (LevelRound(self.last.name, len(active), len(active), 0, 1, seconds),)
+        return [*events, *[self._told(Round(0, 0, (), seconds, did), active, self.tuner.promise(Plan()))] * length]
 
     def _speculate(self, active: Sequence[_Run], plan: Plan) -> list[Event]:
         started = time.perf_counter()
@@ -305,9 +350,19 @@ class Engine:
         events = [event for run, result in zip(active, checked, strict=True) for event in self._emit(run, result)]
         used = [_used(old, level.tally) for old, level in zip(before, proposers, strict=True)]
         drafted = 0 if self.last.rows else max(len(draft.tokens) for draft in drafts)
+        emitted = sum(len(event.tokens) for event in events if isinstance(event, Emitted))
+        did = [LevelRound(level.name, **vars(u)) for level, u in zip(proposers, used, strict=True)]
+        did.append(LevelRound(self.last.name, emitted, emitted, 0, 1, target_seconds))
+        promised = self.tuner.promise(plan)
         self.tuner.learn(plan, used, drafted, target_seconds)
         proposed, kept = sum(len(draft.tokens) for draft in drafts), sum(len(result.tokens) - 1 for result in checked)
-        return [*events, Round(proposed, kept, plan.widths, time.perf_counter() - started)]
+        seconds = time.perf_counter() - started
+        return [*events, self._told(Round(proposed, kept, plan.widths, seconds, tuple(did)), active, promised)]
+
+    def _told(self, done: Round, active: Sequence[_Run], promised: float | None) -> Round:
+        """A round with what was measured of plain decoding, what was promised of it, and the bytes that it read."""
+        lengths = [len(run.text) for run in active]
+        return replace(self.traffic.told(done, lengths), plain=self.tuner.promise(Plan()), promised=promised)
 
     def _verify(self, texts: Sequence[Text], drafts: list[Draft]) -> tuple[list[Draft], float]:
         """What the target makes of the drafts, and its seconds. Raises NonFinite."""

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import islice
 from typing import Protocol
 
 import torch
@@ -40,6 +41,59 @@ class Noise:
     def numbers(self) -> list[list[int]]:
         """[NOISE, B]"""
         return [[stream(self.sampling.seed, key) for key in self.keys], list(self.after)]
+
+
+class Mark:
+    """A point that a device comes to in its own time, after what the host has asked of it so far."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.host = time.perf_counter()
+        self.event: torch.cuda.Event | None = None
+        if device.type == "cuda":
+            self.event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+            self.event.record()
+
+    def until(self, later: Mark) -> float:
+        """Seconds of the device from here to a mark that the host has waited for."""
+        if self.event is None or later.event is None:
+            return later.host - self.host
+        return float(self.event.elapsed_time(later.event)) / 1e3
+
+
+@dataclass(frozen=True)
+class Ahead:
+    """Tokens that a chain of passes chooses while the host goes on."""
+
+    chosen: Tensor  # int64 [B, steps], -1 where logits are no numbers
+    asked: Mark  # behind the chain
+    tell: Callable[[list[list[int]], float], None]  # is given the tokens, and the seconds that they came after `asked`
+
+    def places(self, b: int, length: int) -> list[int]:
+        """Numbers below 0 that stand for the first `length` tokens of sequence b."""
+        first = b * self.chosen.shape[1]
+        return [~place for place in range(first, first + length)]
+
+    def put(self, tokens: Tensor) -> None:
+        """Write the tokens over what stands for them; where logits were no numbers any will do."""
+        tokens.copy_(torch.where(tokens < 0, self.chosen.take((~tokens).clamp(min=0)), tokens).clamp(min=0))
+
+    def wait(self, clock: Clock, *others: Tensor) -> list[list[list[int]]]:
+        """Wait for the tokens, and tell them, and for `others` [A, C] that were asked for since: what these hold.
+
+        The clock leaves out the seconds that the tokens took.
+        """
+        done = Mark(self.chosen.device)
+        *found, chosen = fetched(*others, self.chosen)
+        late = max(0.0, time.perf_counter() - self.asked.host - self.asked.until(done))
+        clock.left_out += late
+        self.tell(chosen, late)
+        return found
+
+
+def fetched(*tensors: Tensor) -> list[list[list[int]]]:
+    """What int64 tensors [A, C] hold; the host waits once for all of them."""
+    numbers = iter(torch.cat([tensor.flatten() for tensor in tensors]).tolist())
+    return [[list(islice(numbers, tensor.shape[1])) for _ in range(len(tensor))] for tensor in tensors]
 
 
 class Graph(Protocol):
@@ -78,11 +132,16 @@ class Graphs:
         self.sampling: Sampling | None = None
         self.options = torch.zeros(4, device=decoder.device)
 
-    def replay(self, tokens: Sequence[Sequence[int]], memory: Pass, noise: Noise, clock: Clock) -> Results:
-        """Run a pass of `tokens` [B, rows]."""
+    def replay(
+        self, tokens: Sequence[Sequence[int]], memory: Pass, noise: Noise, clock: Clock, ahead: Ahead | None = None
+    ) -> Results:
+        """Run a pass of `tokens` [B, rows], of which some may stand for those that are `ahead`."""
         self._sample_by(noise.sampling)
         layout = rounded(memory.layout)
         numbers = torch.tensor([*layout.numbers, *noise.numbers, *map(list, zip(*tokens, strict=True))])
+        if ahead is not None:
+            numbers = numbers.to(self.decoder.device, non_blocking=True)
+            ahead.put(numbers[-layout.rows :])
         captured = self._ready(lambda: numbers, memory, layout, clock)
         captured.inputs.copy_(numbers, non_blocking=True)
         captured.graph.replay()
@@ -98,13 +157,13 @@ class Graphs:
         clock: Clock,
     ) -> tuple[Tensor, Pass]:
         """A pass of `tokens`, of which sequence b's first `fed[b]` count, and after it `steps - 1` of the token that
-        was chosen last; all that were chosen, [steps, B], and the last pass.
+        was chosen last; all that were chosen, [B, steps], and the last pass.
         """
         # Rows that fill up a block are repetitions: those of the steps too, whatever the block has room for.
         rows = memory.layout.rows if memory.layout.padded else 1
         after = [at + n for at, n in zip(noise.after, fed, strict=True)]
         layout = memory.layout.behind(fed, rows)
-        last = torch.tensor([n - 1 for n in fed])[:, None].to(self.decoder.device)
+        last = torch.tensor([n - 1 for n in fed])[:, None].to(self.decoder.device, non_blocking=True)
         chosen = [self.replay(tokens, memory, noise, clock).chosen.gather(1, last)[:, 0]]
         for step in range(steps - 1):
             stepped = rounded(layout.behind([step] * len(fed), rows))
@@ -117,7 +176,7 @@ class Graphs:
             captured.inputs[len(numbers) :] = token
             captured.graph.replay()
             chosen.append(captured.results.chosen[:, 0].clone())
-        return torch.stack(chosen), memory
+        return torch.stack(chosen, 1), memory
 
     def _sample_by(self, sampling: Sampling) -> None:
         if sampling != self.sampling:
@@ -128,6 +187,7 @@ class Graphs:
         """The graph of a pass, captured now where there is none yet."""
         key = (memory.key, len(layout.slots), layout.rows, str(layout.extent))
         if key not in self.captured:
+            self.decoder.finish()
             started = time.perf_counter()
             self.captured[key] = self._capture(numbers().to(self.decoder.device), memory, layout)
             self.decoder.finish()

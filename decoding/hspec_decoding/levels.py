@@ -16,8 +16,10 @@ import torch
 from torch import Tensor
 
 from hspec_decoding.device import Shape
-from hspec_decoding.graphs import Clock, Graphs, Noise
+from hspec_decoding.graphs import Ahead, Clock, Graphs, Mark, Noise, fetched
+from hspec_decoding.host_view import HostView
 from hspec_decoding.model import Decoder
+from hspec_decoding.prefill import prefill_by_layers
 from hspec_decoding.rules import Chooser, Coupled, Draft, NonFinite
 from hspec_decoding.sampling import Sampling, choose
 from hspec_decoding.sequence import Text, speculating
@@ -63,6 +65,7 @@ class Level(Protocol):
         """At most `limits[b]` tokens after each text, none where it has nothing to say.
 
         `widths`: tokens per block for this level and those below it, cheapest first. The texts are left as they were.
+        The host may have to `wait` for a draft's tokens.
         """
         ...
 
@@ -128,7 +131,7 @@ class ModelLevel:
                 logits = [rows[span] for rows, span in zip(replayed.logits, block.spans, strict=True)]
             else:
                 logits = self._score(self._forward(block.padded, block.memory), block.spans)
-            self._fed(block, len(texts))
+            self._fed(block, drafts)
             self.decoder.finish()
         return logits[: len(texts)]
 
@@ -137,20 +140,24 @@ class ModelLevel:
         return [self._sound(own) for own in self._choices(texts, drafts, sampling)]
 
     def _choices(self, texts: Sequence[Text], drafts: Sequence[Draft], sampling: Sampling) -> list[list[int]]:
+        ahead = next((draft.ahead for draft in drafts if draft.ahead), None)  # they are all of one chain
         with self._timed() as clock:
             block = self._block(texts, drafts, clock)
             noise = block.noise(sampling)
             if self.graphs and block.memory.layout.rows <= PACKED:
-                chosen = self.graphs.replay(block.padded, block.memory, noise, clock).chosen.tolist()
-                chosen = [own[span] for own, span in zip(chosen, block.spans, strict=True)]
+                results = self.graphs.replay(block.padded, block.memory, noise, clock, ahead)
+                found = ahead.wait(clock, results.chosen) if ahead else fetched(results.chosen)
+                chosen = [own[span] for own, span in zip(found[0], block.spans, strict=True)]
             else:
-                logits = self._score(self._forward(block.padded, block.memory), block.spans)
+                logits = self._score(self._forward(block.padded, block.memory, ahead), block.spans)
                 chosen = [
                     choose(rows, sampling, [text.key] * len(rows), range(len(text), len(text) + len(rows)))
                     for text, rows in zip(block.texts, logits, strict=True)
                 ]
-            self._fed(block, len(texts))
-        return chosen[: len(texts)]
+                if ahead:
+                    ahead.wait(clock)
+            self._fed(block, drafts)
+        return [own[: len(draft.tokens) + 1] for draft, own in zip(drafts, chosen, strict=False)]
 
     def _sound(self, chosen: list[int]) -> list[int]:
         """Where logits are no numbers, which a broken draft may give, any token will do."""
@@ -162,25 +169,33 @@ class ModelLevel:
         return chosen[:broken] or self._sound(chosen[:1])
 
     def _chain(self, texts: Sequence[Text], lengths: Sequence[int], sampling: Sampling) -> list[Draft]:
-        """Coupled samples token after token, each fed back on the device; the host waits once, for all of them."""
+        """Coupled samples token after token, each fed back on the device; the host has yet to wait for them."""
         drafts = [Draft([]) for _ in texts]
         going = [b for b, length in enumerate(lengths) if length]
         if not going:
             return drafts
         assert self.graphs is not None
         some = [texts[b] for b in going]
+
+        def tell(chosen: list[list[int]], seconds: float) -> None:
+            self.tally.seconds += seconds
+            for b, tokens in zip(going, chosen, strict=False):
+                drafts[b].tokens, drafts[b].ahead = self._sound_part(tokens[: lengths[b]]), None
+                self.view.fed(texts[b], drafts[b].tokens[:-1])
+
         with self._timed() as clock:
-            block = self._block(some, [Draft([]) for _ in some], clock)
+            alone = [Draft([]) for _ in some]
+            block = self._block(some, alone, clock)
             chosen, last = self.graphs.chain(
                 block.padded, block.memory, block.noise(sampling), list(map(len, block.feed)), max(lengths), clock
             )
-            self._fed(block, len(some))
-            for b, tokens in zip(going, chosen.T.tolist(), strict=False):
-                drafts[b].tokens += self._sound_part(tokens[: lengths[b]])
-                self.view.fed(texts[b], drafts[b].tokens[:-1])
+            self._fed(block, alone)
             if isinstance(self.view, FullView):
                 self.view.note(last)
+            ahead = Ahead(chosen, Mark(self.decoder.device), tell)
         self.tally.passes += max(lengths) - 1
+        for n, b in enumerate(going):
+            drafts[b] = Draft(ahead.places(n, lengths[b]), ahead=ahead)
         return drafts
 
     def rehearse(self, texts: Sequence[Text], rows: int) -> float | None:
@@ -219,10 +234,10 @@ class ModelLevel:
         spans = _spans(feed, [*drafts, *(Draft([]) for _ in riders)])
         return _Block(aboard, feed, self._begin(aboard, feed), spans)
 
-    def _fed(self, block: _Block, count: int) -> None:
-        """Count what the first `count` texts were fed."""
-        for text, tokens in zip(block.texts[:count], block.feed, strict=False):
-            self.view.fed(text, tokens)
+    def _fed(self, block: _Block, drafts: Sequence[Draft]) -> None:
+        """Count what the texts that have drafts were fed."""
+        for text, draft, tokens, span in zip(block.texts, drafts, block.feed, block.spans, strict=False):
+            self.view.fed(text, tokens[: span.start + 1] + draft.tokens)
 
     def _caught_up(self, text: Text) -> list[int]:
         """The few tokens still to feed, after a pass of its own where there are many: a block stays a block."""
@@ -239,8 +254,11 @@ class ModelLevel:
             rows = next((made for made in CAPTURED if made >= rows), rows)
         return self.view.begin(texts, rows)
 
-    def _forward(self, tokens: Sequence[list[int]], memory: Pass) -> Tensor:
-        return self.decoder.forward(torch.tensor(tokens, device=self.decoder.device), memory)
+    def _forward(self, tokens: Sequence[list[int]], memory: Pass, ahead: Ahead | None = None) -> Tensor:
+        fed = torch.tensor(tokens, device=self.decoder.device)
+        if ahead:
+            ahead.put(fed)
+        return self.decoder.forward(fed, memory)
 
     def _score(self, hidden: Tensor, spans: Sequence[slice]) -> list[Tensor]:
         """Logits of the rows that are wanted; no others are multiplied with the head."""
@@ -278,6 +296,9 @@ class Target(ModelLevel):
 
     def prefill(self, text: Text, chunk: int) -> Iterator[int]:
         """Cache all tokens of a text but the last, `chunk` at a time; the tokens cached so far after each."""
+        if self.decoder.offloaded or isinstance(self.view, HostView):
+            yield from prefill_by_layers(self.decoder, self.view, text, chunk)
+            return
         feed = self.view.missing(text)[:-1]
         for start in range(0, len(feed), chunk):
             part = feed[start : start + chunk]

@@ -3,19 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from functools import partial
 
 import torch
 
 from hspec_decoding.build import resolve
 from hspec_decoding.checkpoints.checkpoint import Checkpoint
 from hspec_decoding.config import ModelConfig
+from hspec_decoding.host_weights import HostDecoder, WeightPlace
 from hspec_decoding.model import Decoder
 from hspec_decoding.options import RULES, Settings
 from hspec_decoding.sparse import CHUNK, SELECT
 from hspec_decoding.stack import LONGEST, Spec, Stack, candidates, method, parse
+from hspec_offload.ask import Limits, Workload
+from hspec_offload.fit import largest_context
+from hspec_offload.plan import Plan
+from hspec_offload.ring import Ring
+from hspec_offload.shape import ModelShape
 from hspec_offload.sizes import human, kv_bytes, tensor_bytes
+from hspec_profiles.cores import usable_cores
 from hspec_profiles.errors import DoesNotFit, UsageError
 from hspec_profiles.memory import usable_ram
+from hspec_profiles.profile import Gpu, Host, HostProfile
 
 HEADROOM = 0.05  # share of the memory left for activations
 SHARE = {"nf4": 0.29, "int4": 0.28, "int8": 0.53}  # bytes of a copy, of those in 16 bits, scales among them
@@ -93,33 +103,75 @@ def _copies(spec: Spec, weights: float, keys: float, context: int) -> Iterator[t
         yield str(spec), keys * min(1.0, ((spec.budget or 0) + 4 * LONGEST) / context)
 
 
-def check_memory(configs: Sequence[ModelConfig], context: int, dtype: torch.dtype, device: torch.device) -> int:
+def check_memory(
+    configs: Sequence[ModelConfig],
+    context: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    limits: Limits = Limits(),
+) -> int:
     """Bytes that are left when the weights of all models and the target's (first) keys and values have their place.
 
     Raises DoesNotFit.
     """
-    element = dtype.itemsize
+    room = room_left(configs, context, dtype, device, limits)
+    if room >= 0:
+        return room
+    element, target = dtype.itemsize, configs[0]
     weights = sum(tensor_bytes(config.tensors().values(), element) for config in configs)
-    target = configs[0]
     token = kv_bytes(target.layers, target.kv_heads, target.head_dim, 1, element)
-    room, where = _available(device)
-    room = int(room * (1 - HEADROOM))
-    if weights + token * context <= room:
-        return room - weights - token * context
-    longest = (room - weights) // token
-    hint = f"the longest context that fits is {longest:,} tokens: `--ctx {longest}`" if longest > 0 else None
+    usable, where = _available(device, limits)
     raise DoesNotFit(
-        f"{where} has {human(room)} to use, the weights need {human(weights)} and the KV cache of {context:,} tokens "
+        f"{where} has {human(usable)} to use, the weights need {human(weights)} and the KV cache of {context:,} tokens "
         f"{human(token * context)}",
-        hint or "a smaller model, or `--device cpu` where the host has more memory",
+        _helps(target, context, element, device, limits, room // token + context),
     )
 
 
-def _available(device: torch.device) -> tuple[int, str]:
-    """Free bytes of the device's memory, and its name."""
+def room_left(
+    configs: Sequence[ModelConfig], context: int, dtype: torch.dtype, device: torch.device, limits: Limits
+) -> int:
+    """The same, less than 0 where it does not fit."""
+    element, target = dtype.itemsize, configs[0]
+    weights = sum(tensor_bytes(config.tensors().values(), element) for config in configs)
+    keys = kv_bytes(target.layers, target.kv_heads, target.head_dim, context, element)
+    return _available(device, limits)[0] - weights - keys
+
+
+def _helps(target: ModelConfig, context: int, element: int, device: torch.device, limits: Limits, longest: int) -> str:
+    """What would help, `longest` tokens being the context that has room without offloading."""
+    offloaded = _longest_offloaded(target, context, element, device, limits)
+    if offloaded >= context:
+        how = "keeps in RAM what" if device.type == "cuda" else "reads from the disk, in every pass, what"
+        hint = f"`--offload` {how} has no room there"
+        return f"{hint}; the longest context without is {longest:,} tokens: `--ctx {longest}`" if longest > 0 else hint
+    if longest > 0:
+        return f"the longest context that fits is {longest:,} tokens: `--ctx {longest}`"
+    if offloaded:
+        return f"with `--offload` {offloaded:,} tokens would fit: `--offload --ctx {offloaded}`"
+    cap = "--vram" if limits.vram else "--ram" if limits.ram else None
+    return f"a larger `{cap}`, or a smaller model" if cap else "a smaller model needs less"
+
+
+def _longest_offloaded(target: ModelConfig, context: int, element: int, device: torch.device, limits: Limits) -> int:
+    """Tokens of the longest context that has a plan here, of which memory alone decides."""
+    gpus: tuple[Gpu, ...] = ()
     if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0], f"GPU {device.index} ({torch.cuda.get_device_name(device)})"
-    return usable_ram(), "this host"
+        free, total = torch.cuda.mem_get_info(device)
+        gpus = (Gpu(torch.cuda.get_device_name(device), total, free),)
+    host = HostProfile("this host", Host("", usable_cores(), usable_ram()), gpus)
+    return largest_context(host, ModelShape.of(target, "", element), Workload(context), replace(limits, gpus=None))
+
+
+def _available(device: torch.device, limits: Limits) -> tuple[int, str]:
+    """Bytes of the device's memory that weights and keys may take, and its name."""
+    if device.type == "cuda":
+        free, most = torch.cuda.mem_get_info(device)[0], limits.vram
+        where = f"GPU {device.index} ({torch.cuda.get_device_name(device)})"
+    else:
+        free, most, where = usable_ram(), limits.ram, "this host"
+    room = free if most is None else min(free, most)
+    return int(room * (1 - HEADROOM)) if limits.reserve is None else room - limits.reserve, where
 
 
 def load_decoder(
@@ -130,10 +182,22 @@ def load_decoder(
     context: int,
     vocabulary: int | None,
     progress: Callable[[int, int], None] | None = None,
+    plan: Plan | None = None,
+    ring: Ring | None = None,
+    notes: list[str] | None = None,
+    exact: bool = True,
 ) -> Decoder:
-    """The model of a checkpoint whose tensors are all there: that is checked before the first is read."""
+    """The model of a checkpoint whose tensors are all there: that is checked before the first is read.
+
+    With a plan its layers are where that says; what is on the host comes through `ring`. `exact`: on a CPU beside a GPU
+    too a row's bits do not depend on how many there are.
+    """
     checkpoint.preflight()
-    return Decoder(
+    make: Callable[..., Decoder] = Decoder
+    if plan is not None:
+        place = WeightPlace.of(plan, ring, checkpoint.expect, [] if notes is None else notes, exact)
+        make = partial(HostDecoder, place=place)
+    return make(
         checkpoint.config,
         checkpoint.tensor,
         dtype=dtype,

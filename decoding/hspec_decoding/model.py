@@ -7,9 +7,10 @@ whole cache, a window of it or a selection, as the level that runs them wants.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
-from typing import Protocol, Self
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -17,14 +18,55 @@ from torch import Tensor
 
 from hspec_decoding.config import ModelConfig
 from hspec_decoding.rope import frequencies, rotation
-from hspec_kernels.linear import Quantized, linear, quantizable, quantize
-from hspec_kernels.mlp import silu_mul
+from hspec_kernels.linear import Quantized, gated_linear, linear, quantizable, quantize
 from hspec_kernels.norm import rms_norm
+from hspec_offload.ring import Item, Ring
 
 Read = Callable[[str], Tensor]  # a checkpoint's tensor by name
 Norms = tuple[Tensor, Tensor, float] | None  # weights of the norms of queries and keys, epsilon
 Release = Callable[[Iterable[str]], None]  # told of tensors that were copied
-Linear = tuple[Tensor | Quantized, Tensor | None]  # weight, bias
+EMBEDDING = "model.embed_tokens.weight"
+
+
+class Product(Protocol):
+    """Weights [N, K], perhaps of several linears with a common input, wherever they are."""
+
+    def __call__(self, x: Tensor, residual: Tensor | None = None, *, gated: bool = False) -> Tensor:
+        """x [..., K] -> [..., N] plus the residual or, gated, silu(gate) * up [..., N / 2]."""
+        ...
+
+    @property
+    def items(self) -> Sequence[Item]:
+        """What a call takes from the ring, in order."""
+        ...
+
+    def quantized(self, form: str) -> Linear:
+        """The same on the device, in 4 bits where its shape allows it."""
+        ...
+
+    def finite(self) -> bool:
+        """Whether all weights are numbers."""
+        ...
+
+
+class Linear(NamedTuple):
+    """Weights on the device."""
+
+    weight: Tensor | Quantized
+    bias: Tensor | None
+
+    def __call__(self, x: Tensor, residual: Tensor | None = None, *, gated: bool = False) -> Tensor:
+        return gated_linear(x, *self) if gated else linear(x, *self, residual=residual)
+
+    @property
+    def items(self) -> Sequence[Item]:
+        return ()
+
+    def quantized(self, form: str) -> Linear:
+        return Linear(_quantized(self.weight, form), self.bias)
+
+    def finite(self) -> bool:
+        return all(_finite(tensor) for tensor in self if isinstance(tensor, Tensor))
 
 
 class Memory(Protocol):
@@ -33,6 +75,10 @@ class Memory(Protocol):
     @property
     def positions(self) -> Tensor:
         """The rows' positions for RoPE, [B, R] int64."""
+        ...
+
+    def items(self, layer: int) -> Sequence[Item]:
+        """What the pass takes from the ring for a layer's attention, in order."""
         ...
 
     def attend(self, layer: int, stacked: Tensor, cos: Tensor, sin: Tensor, norms: Norms) -> Tensor:
@@ -45,22 +91,44 @@ class Layer:
     """One layer's weights; linears with a common input are stacked."""
 
     input_norm: Tensor
-    qkv: Linear
+    qkv: Product
     qk_norms: Norms
-    out: Linear
+    out: Product
     mlp_norm: Tensor
-    gate_up: Linear
-    down: Linear
+    gate_up: Product
+    down: Product
+
+    def before(self, x: Tensor, eps: float) -> Tensor:
+        """Queries, keys and values [B, R, (H + 2 HK) D] of hidden states [B, R, hidden]."""
+        return self.qkv(rms_norm(x, self.input_norm, eps))
+
+    def after(self, x: Tensor, attended: Tensor, eps: float) -> Tensor:
+        """The next layer's hidden states, from this one's and its attention [B, R, H, D]."""
+        x = self.out(attended.flatten(-2), x)
+        return self.down(self.gate_up(rms_norm(x, self.mlp_norm, eps), gated=True), x)
+
+    def items(self, rows: int, attention: Sequence[Item] = ()) -> Sequence[Item]:  # noqa: ARG002
+        """What a pass of so many rows takes from the ring, `attention` of it between `before` and `after`."""
+        return (*self.qkv.items, *attention, *self.out.items, *self.gate_up.items, *self.down.items)
 
     def quantized(self, form: str) -> Layer:
         """The layer with its matrices in 4 bits, but for those whose shape does not allow it."""
+        return self.on_device(lambda product: product.quantized(form))
 
-        def small(linear: Linear) -> Linear:
-            return _quantized(linear[0], form), linear[1]
+    def on_device(self, bring: Callable[[Product], Product]) -> Layer:
+        """The layer with every product as `bring` makes it."""
+        qkv, out, gate_up, down = map(bring, (self.qkv, self.out, self.gate_up, self.down))
+        return Layer(self.input_norm, qkv, self.qk_norms, out, self.mlp_norm, gate_up, down)
 
-        return replace(
-            self, qkv=small(self.qkv), out=small(self.out), gate_up=small(self.gate_up), down=small(self.down)
-        )
+    def finite(self) -> bool:
+        """Whether all weights are numbers."""
+        norms = (self.input_norm, self.mlp_norm, *(self.qk_norms or ())[:2])
+        products = (self.qkv, self.out, self.gate_up, self.down)
+        return all(map(_finite, norms)) and all(product.finite() for product in products)
+
+
+def _finite(tensor: Tensor) -> bool:
+    return bool(torch.isfinite(tensor).all())
 
 
 def _quantized(weight: Tensor | Quantized, form: str) -> Tensor | Quantized:
@@ -88,11 +156,12 @@ class Decoder:
         them are left out, and where it has fewer, the ids that it lacks have no chance.
         """
         self.config, self.dtype, self.device = config, dtype, device
-        load = _Loader(read, release, dtype, device)
-        self.embedding = load("model.embed_tokens.weight")
+        self.ring: Ring | None = None  # what passes take from the host comes through it
+        load = Loader(read, release, dtype, device)
+        self.embedding = self._embedding(load)
         self.layers: list[Layer] = []
         for i in range(config.layers):
-            self.layers.append(load.layer(f"model.layers.{i}.", config))
+            self.layers.append(self._layer(load, i))
             if progress:
                 progress(i + 1, config.layers)
         self.norm = load("model.norm.weight")
@@ -101,21 +170,42 @@ class Decoder:
         inverse, self.rope_factor = frequencies(config, context)
         self.inverse = inverse.to(device)
 
+    def _embedding(self, load: Loader) -> Tensor:
+        return load(EMBEDDING)
+
+    def _layer(self, load: Loader, i: int) -> Layer:
+        return load.layer(i, self.config)
+
     @torch.inference_mode()
     def forward(self, tokens: Tensor, memory: Memory) -> Tensor:
         """Hidden states [B, R, hidden] after the final norm, for token ids [B, R]."""
         eps = self.config.norm_eps
         cos, sin = rotation(self.inverse, self.rope_factor, memory.positions, self.dtype)
+        rows, layers = tokens.numel(), enumerate(self.layers)
+        items = [item for i, layer in layers for item in layer.items(rows, memory.items(i))] if self.ring else []
+        if self.ring and items:  # a level that needs nothing leaves what was put ahead for the target
+            self.ring.follow(items)
+        x = self.embed(tokens)
+        for i, layer in enumerate(self.layers):
+            attended = memory.attend(i, layer.before(x, eps), cos, sin, layer.qk_norms)
+            x = layer.after(x, attended, eps)
+        return rms_norm(x, self.norm, eps)
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        """Hidden states [B, R, hidden] of token ids [B, R] before the first layer."""
         if len(self.embedding) < self.vocabulary:
             tokens = tokens.clamp(max=len(self.embedding) - 1)  # ids that this model lacks
-        x = F.embedding(tokens, self.embedding)
-        for i, layer in enumerate(self.layers):
-            stacked = linear(rms_norm(x, layer.input_norm, eps), *layer.qkv)
-            attended = memory.attend(i, stacked, cos, sin, layer.qk_norms)
-            x = linear(attended.flatten(-2), *layer.out, residual=x)
-            gated = silu_mul(linear(rms_norm(x, layer.mlp_norm, eps), *layer.gate_up))
-            x = linear(gated, *layer.down, residual=x)
-        return rms_norm(x, self.norm, eps)
+        return F.embedding(tokens, self.embedding)
+
+    @property
+    def offloaded(self) -> bool:
+        """Whether layers take weights from the host."""
+        return False
+
+    @contextmanager
+    def in_turn(self) -> Iterator[Iterator[Layer]]:
+        """The layers one after the other, each whole on the device while it is the last that was given."""
+        yield iter(self.layers)
 
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:
@@ -124,7 +214,7 @@ class Decoder:
         lacking = self.vocabulary - self.head.shape[0]
         return F.pad(logits, (0, lacking), value=float("-inf")) if lacking else logits
 
-    def quantized(self, form: str) -> Self:
+    def quantized(self, form: str) -> Decoder:
         """The same model with its matrices in 4 bits; embedding and norms are shared."""
         other = copy.copy(self)
         other.layers = [layer.quantized(form) for layer in self.layers]
@@ -138,45 +228,39 @@ class Decoder:
 
     def non_finite(self) -> str | None:
         """The first group of weights that holds NaN or infinity, in words, or None."""
-        named: list[tuple[str, Tensor | Quantized]] = [
-            ("the embedding", self.embedding),
-            ("the final norm", self.norm),
-            ("the head", self.head),
-        ]
-        for i, layer in enumerate(self.layers):
-            for part in vars(layer).values():
-                tensors = part if isinstance(part, tuple) else (part,)
-                named += [(f"layer {i}", tensor) for tensor in tensors if isinstance(tensor, Tensor)]
-        return next((name for name, t in named if isinstance(t, Tensor) and not torch.isfinite(t).all()), None)
+        named = {"the embedding": self.embedding, "the final norm": self.norm, "the head": self.head}
+        outside = (name for name, t in named.items() if isinstance(t, Tensor) and not _finite(t))
+        inside = (f"layer {i}" for i, layer in enumerate(self.layers) if not layer.finite())
+        return next(outside, None) or next(inside, None)
 
 
-class _Loader:
+class Loader:
     """Reads tensors in the run's dtype onto the run's device, stacking those that share an input."""
 
     def __init__(self, read: Read, release: Release | None, dtype: torch.dtype, device: torch.device) -> None:
-        self._read, self._release, self._dtype, self._device = read, release, dtype, device
+        self.read, self.dtype, self.device = read, dtype, device
+        self.release = release or (lambda _: None)
 
     def __call__(self, *names: str) -> Tensor:
-        parts = [self._read(name).to(self._dtype) for name in names]
-        joined = (parts[0] if len(parts) == 1 else torch.cat(parts)).to(self._device)
-        if self._release:
-            self._release(names)
+        parts = [self.read(name).to(self.dtype) for name in names]
+        joined = (parts[0] if len(parts) == 1 else torch.cat(parts)).to(self.device)
+        self.release(names)
         return joined
 
-    def linear(self, at: str, *names: str, bias: bool) -> Linear:
-        weight = self(*(f"{at}{name}.weight" for name in names))
-        return weight, self(*(f"{at}{name}.bias" for name in names)) if bias else None
+    def linear(self, at: str, *names: str, bias: bool) -> Product:
+        weight, offset = ([f"{at}{name}.{kind}" for name in names] for kind in ("weight", "bias"))
+        return Linear(self(*weight), self(*offset) if bias else None)
 
-    def layer(self, at: str, config: ModelConfig) -> Layer:
-        attention, mlp = at + "self_attn.", at + "mlp."
+    def layer(self, i: int, config: ModelConfig) -> Layer:
+        attention, mlp = f"model.layers.{i}.self_attn.", f"model.layers.{i}.mlp."
         return Layer(
-            input_norm=self(at + "input_layernorm.weight"),
+            input_norm=self(f"model.layers.{i}.input_layernorm.weight"),
             qkv=self.linear(attention, "q_proj", "k_proj", "v_proj", bias=config.qkv_bias),
             qk_norms=(self(attention + "q_norm.weight"), self(attention + "k_norm.weight"), config.norm_eps)
             if config.qk_norm
             else None,
             out=self.linear(attention, "o_proj", bias=config.o_bias),
-            mlp_norm=self(at + "post_attention_layernorm.weight"),
+            mlp_norm=self(f"model.layers.{i}.post_attention_layernorm.weight"),
             gate_up=self.linear(mlp, "gate_proj", "up_proj", bias=config.mlp_bias),
             down=self.linear(mlp, "down_proj", bias=config.mlp_bias),
         )

@@ -8,16 +8,27 @@ from typing import Protocol
 
 from torch import Tensor
 
+from hspec_decoding.graphs import Ahead, Clock
 from hspec_decoding.sampling import Draws, Sampling, accept, agree, probabilities
 from hspec_decoding.sequence import Text
 
 
 @dataclass
 class Draft:
-    """Tokens proposed after a text; under the rejection rule `laws[i]` [V] is the law that token i was drawn from."""
+    """Tokens proposed after a text; under the rejection rule `laws[i]` [V] is the law that token i was drawn from.
+
+    With `ahead` the tokens only stand for those that a device is choosing, until a model has checked them or `wait` is
+    called; they may then be fewer.
+    """
 
     tokens: list[int]
     laws: list[Tensor] = field(default_factory=list)
+    ahead: Ahead | None = None
+
+    def wait(self) -> None:
+        """Have the tokens themselves."""
+        if self.ahead:
+            self.ahead.wait(Clock())
 
 
 class Judge(Protocol):

@@ -14,11 +14,12 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from hspec_decoding.cache import KVStore
+from hspec_decoding.cache import KVStore, Lane, Store
 from hspec_decoding.config import ModelConfig
 from hspec_decoding.sequence import Held, Text
 from hspec_decoding.views import FullView, Layout, Pass, Verified
-from hspec_kernels.select import gather_chunks, mean_chunks, score_chunks
+from hspec_kernels.select import mean_chunks, score_chunks
+from hspec_offload.host_kv import HostKV
 
 CHUNK = 8  # tokens scored and taken together
 SINKS = 16  # first tokens, always taken
@@ -115,13 +116,14 @@ SELECT: dict[str, type[Rule]] = {"verify-fed": VerifyFed, "paper": Paper}
 class ChunkMeans:
     """Mean key of every complete chunk of a store, brought up to date as the store grows."""
 
-    def __init__(self, store: KVStore, sequences: int) -> None:
+    def __init__(self, store: Store, sequences: int) -> None:
         self.store = store
-        self.means = [
-            torch.zeros(*k.shape[:2], k.shape[2] // CHUNK, k.shape[3], dtype=k.dtype, device=k.device)
-            for k in store.keys
-        ]
+        slots, heads, capacity, dim = store.shape
+        shape = slots, heads, capacity // CHUNK, dim
+        self.means = [torch.zeros(shape, dtype=store.dtype, device=store.device) for _ in store.keys]
         self.done = [0] * sequences  # complete chunks summarised, by slot
+        if isinstance(store, HostKV):
+            store.observers.append(self)
 
     def upto(self, slots: Sequence[int], chunks: Sequence[int]) -> None:
         """Summarise the first `chunks[b]` chunks of each sequence, whose keys must be final."""
@@ -129,11 +131,28 @@ class ChunkMeans:
         most = max(0, *(n - at for n, at in zip(chunks, start, strict=True)))
         if not most:
             return
-        at, first, stop = torch.tensor([slots, start, chunks], device=self.store.device)
-        for keys, means in zip(self.store.keys, self.means, strict=True):
-            mean_chunks(keys, means, at, first, stop, CHUNK, most)
+        if isinstance(self.store, HostKV):
+            for slot, n in zip(slots, chunks, strict=True):
+                for layer, (keys, values) in enumerate(zip(self.store.keys, self.store.values, strict=True)):
+                    self.derive(layer, keys[slot], values[slot], slot, self.store.origin(layer, slot), n * CHUNK)
+        else:
+            at, first, stop = torch.tensor([slots, start, chunks]).to(self.store.device, non_blocking=True)
+            for keys, means in zip(self.store.keys, self.means, strict=True):
+                mean_chunks(keys, means, at, first, stop, CHUNK, most)
         for slot, n in zip(slots, chunks, strict=True):
-            self.done[slot] = max(self.done[slot], n)
+            self.derived(slot, n * CHUNK)
+
+    def derive(self, layer: int, keys: Tensor, values: Tensor, slot: int, origin: int, stop: int) -> None:  # noqa: ARG002
+        """Summarise one layer up to position `stop`, from keys [HK, n, D] that begin at position `origin`."""
+        first, last = self.done[slot] - origin // CHUNK, (stop - origin) // CHUNK
+        if first < last:
+            means = self.means[layer][slot : slot + 1, :, origin // CHUNK :]
+            at, start, end = torch.tensor([[0], [first], [last]]).to(self.store.device, non_blocking=True)
+            mean_chunks(keys[None], means, at, start, end, CHUNK, last - first)
+
+    def derived(self, slot: int, stop: int) -> None:
+        """Every layer was summarised up to `stop`."""
+        self.done[slot] = max(self.done[slot], stop // CHUNK)
 
 
 @dataclass(frozen=True)
@@ -171,7 +190,7 @@ class SparseView:
         self.config, self.source, self.copy, self.budget, self.rule = config, source, copy, budget, rule
         self.held = [Held() for _ in range(sequences)]  # tokens added behind the copy
         self.base = [-1] * sequences  # cached tokens at the time of the copy
-        self.filled: list[dict[int | None, int]] = [{} for _ in range(sequences)]  # slots of the copy, by window
+        self.filled: list[dict[Lane, int]] = [{} for _ in range(sequences)]  # slots of the copy, by window
         if rule.scored and source.means is None:
             source.means = ChunkMeans(source.store, sequences)
         self.means = source.means if rule.scored else None
@@ -205,7 +224,7 @@ class SparseView:
         slots = [text.slot for text in texts]
         added = [len(self.held[slot]) for slot in slots]
         positions = [self.base[slot] + n for slot, n in zip(slots, added, strict=True)]
-        first = {
+        first: dict[Lane, list[int]] = {
             window: [self.filled[slot][window] + n for slot, n in zip(slots, added, strict=True)]
             for window in set(self.config.windows)
         }
@@ -259,7 +278,7 @@ class SparseView:
         live = [min(max(1, share.length - own.first), rows) for own, (_, share) in zip(verified, part, strict=True)]
         count = [share.recent.start for _, share in part]
         slots = [text.slot for text, _ in part]
-        numbers = torch.tensor([live, slots, count, [own.b for own in verified]], device=device)
+        numbers = torch.tensor([live, slots, count, [own.b for own in verified]]).to(device, non_blocking=True)
         whole = [own.b for own in verified] == list(range(len(verified[0].layers[0][0])))
         scores = []
         for layer in layers:
@@ -289,17 +308,10 @@ class SparseView:
                 at += share.chunks
             recent = torch.arange(share.recent.start, share.recent.stop, device=device)
             index[:, b, :, at : at + len(recent)] = recent
-        slots = torch.tensor([text.slot for text in texts], device=device)
+        slots = torch.tensor([text.slot for text in texts]).to(device, non_blocking=True)
         for chosen, layer in zip(index, layers, strict=True):
-            gather_chunks(
-                self.source.store.keys[layer],
-                self.source.store.values[layer],
-                chosen,
-                slots,
-                self.copy.keys[layer],
-                self.copy.values[layer],
-                CHUNK,
-            )
+            copy = self.copy.keys[layer], self.copy.values[layer]
+            self.source.store.gather(layer, chosen, slots, copy, CHUNK)
 
     def _copy_ends(self, layers: Sequence[int], texts: Sequence[Text], shares: Sequence[_Share]) -> None:
         """The last tokens alone, which need not begin with a chunk."""

@@ -64,9 +64,10 @@ def method(name: str, *, draft: bool) -> Stack:
     return (first, Spec("target", "retrieval"), *PLAIN)
 
 
-def candidates(*, draft: bool) -> list[Stack]:
+def candidates(*, draft: bool, offloaded: bool = False) -> list[Stack]:
     """What `auto` chooses between on a GPU: any proposer under any partial copy of the target, fewer keys or fewer
-    bits, or under the target itself. Which is best depends on the text, so it is measured.
+    bits, or under the target itself. Which is best depends on the text, so it is measured. Where weights are not on
+    the GPU, copies of them may read all keys too.
     """
     proposers: list[Stack] = [(Spec("ngram"),), *[(Spec("draft", "streaming"),)] * draft]
     middles: list[Stack] = [
@@ -74,6 +75,7 @@ def candidates(*, draft: bool) -> list[Stack]:
         (Spec("target", "retrieval", weights="int4"),),
         (Spec("target", "full", weights="int4", kv="int4"),),
         (Spec("target", "full", kv="int4"),),
+        *[(Spec("target", "full", weights="int4"),)] * offloaded,
     ]
     stacks = [(*proposer, *middle) for middle in [*middles, ()] for proposer in [*proposers, ()]]
     return [(*stack, *PLAIN) for stack in stacks if stack]

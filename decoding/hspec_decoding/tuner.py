@@ -17,7 +17,8 @@ MEMORY = 0.96  # share of an average that one more round leaves to the past
 PROBE_COST = 0.012  # share of the time that may go into trying speculation again
 STALE = 64  # rounds after which a level's measurements are worth renewing
 GUESSED = 0.8  # acceptance of a level of which nothing is known
-HOPE, GUESS = 0.15, 6.0  # what is added to a guessed acceptance, and the weight of a guess: the unknown is tried
+# Of what a guessed acceptance lacks to 1, the share that is hoped for: the unknown is tried. The weight of a guess.
+HOPE, GUESS = 0.75, 6.0
 WORTHWHILE = 0.6  # share of the best rate that a choice must promise to be tried for that
 
 
@@ -87,8 +88,7 @@ class Tuner:
 
     def __post_init__(self) -> None:
         for level in range(len(self.sequential)):
-            guess = self.guesses[level] if self.guesses else GUESSED
-            self.acceptance[level] = Average(guess * GUESS, GUESS)
+            self.acceptance[level] = Average(self._guess(level) * GUESS, GUESS)
             self.yields[level] = Average(1.0, 1.0)
         self.chains = self.chains or [tuple(range(len(self.sequential)))]
         self._parts = list(dict.fromkeys(chain[:n] for chain in self.chains for n in range(1, len(chain) + 1)))
@@ -130,6 +130,11 @@ class Tuner:
     def rate(self, plan: Plan) -> float:
         """Tokens a second that a plan promises."""
         return self.tokens(plan) / self.seconds(plan)
+
+    def promise(self, plan: Plan) -> float | None:
+        """Seconds a token that a plan promises; None as long as too little is measured."""
+        known = self.target if plan.levels else self.target.keys() & {0}
+        return 1 / self.rate(plan) if known and all(level in self.cost for level in plan.levels) else None
 
     def tokens(self, plan: Plan) -> float:
         """Tokens that a pass of the verifier above these levels brings: those kept and one of its own."""
@@ -191,8 +196,11 @@ class Tuner:
         self.next_probe = self.rounds + max(16, round(loss / PROBE_COST))
         return tried
 
+    def _guess(self, level: int) -> float:
+        return self.guesses[level] if self.guesses else GUESSED
+
     def _brings(self, level: int, width: int) -> float:
-        hope = HOPE * GUESS / (GUESS + self.seen.get(level, 0))
+        hope = HOPE * (1 - self._guess(level)) * GUESS / (GUESS + self.seen.get(level, 0))
         kept = min(self.acceptance[level].mean + hope, 0.999)
         whole = (1 - kept ** (width + 1)) / (1 - kept)
         filled = self.yields[level].mean

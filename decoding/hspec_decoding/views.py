@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Protocol, Self
 import torch
 from torch import Tensor
 
-from hspec_decoding.cache import KVStore
+from hspec_decoding.cache import KVStore, Lane, Slots, Store
 from hspec_decoding.config import ModelConfig
 from hspec_decoding.model import Norms
 from hspec_decoding.sequence import Held, Text
@@ -32,6 +32,8 @@ from hspec_kernels.attention import (
 )
 from hspec_kernels.rope import rope_append
 from hspec_kernels.shapes import on_triton
+from hspec_offload.host_kv import AWAY, HostKV
+from hspec_offload.ring import Item
 
 if TYPE_CHECKING:
     from hspec_decoding.sparse import ChunkMeans
@@ -64,20 +66,20 @@ class View(Protocol):
 class Layout:
     """Where the rows of a pass go and what they see, as plain numbers; row 0 of each sequence, the rest follows on.
 
-    `first` and `extent` by the sliding window of a layer: the slot of row 0, and how many slots are looked at.
+    `first` and `extent` by the lane of a layer: the slot of row 0, and how many slots are looked at.
     """
 
     slots: list[int]
     rows: int
     positions: list[int]
-    first: dict[int | None, list[int]]
-    extent: dict[int | None, list[int]]
+    first: dict[Lane, list[int]]
+    extent: dict[Lane, list[int]]
     copied: list[int] | None = None  # leading tokens of each sequence that are read from a copy in few bits
     padded: bool = False  # always so many rows, of which the last may be repetitions
 
     @property
     def numbers(self) -> list[list[int]]:
-        """What changes from pass to pass, [2 + windows (+ 1), B]."""
+        """What changes from pass to pass, [2 + lanes (+ 1), B]."""
         return [self.slots, self.positions, *self.first.values(), *([] if self.copied is None else [self.copied])]
 
     def behind(self, fed: Sequence[int], rows: int) -> Layout:
@@ -86,8 +88,8 @@ class Layout:
         def moved(starts: list[int]) -> list[int]:
             return [at + n for at, n in zip(starts, fed, strict=True)]
 
-        first = {window: moved(starts) for window, starts in self.first.items()}
-        extent = {window: [at + rows for at in starts] for window, starts in first.items()}
+        first = {lane: moved(starts) for lane, starts in self.first.items()}
+        extent = {lane: [at + rows for at in starts] for lane, starts in first.items()}
         return replace(self, rows=rows, positions=moved(self.positions), first=first, extent=extent)
 
 
@@ -103,7 +105,7 @@ class Pass:
     def __init__(
         self,
         config: ModelConfig,
-        store: KVStore,
+        store: Slots,
         layout: Layout,
         *,
         windowed: bool,
@@ -135,7 +137,7 @@ class Pass:
 
     @cached_property
     def numbers(self) -> Tensor:
-        """int64 [2 + windows (+ 1), B] on the store's device: slots, positions, first slots by window, copied."""
+        """int64 [2 + lanes (+ 1), B] on the store's device: slots, positions, first slots by lane, copied."""
         return torch.tensor(self.layout.numbers, device=self.store.device)
 
     @cached_property
@@ -143,25 +145,39 @@ class Pass:
         return self.numbers[1][:, None] + torch.arange(self.layout.rows, device=self.store.device)
 
     @cached_property
-    def reach(self) -> dict[int | None, Reach]:
-        """What the rows see, by the sliding window of a layer."""
-        layout, slots = self.layout, self.numbers[0]
-        found = {}
-        for window, first in zip(layout.first, self.numbers[2:], strict=False):
-            start = self.numbers[-1] if layout.copied is not None and window is None else None
-            seen = window if self.windowed else None
-            extent = tuple(min(n, self.store.capacity) for n in layout.extent[window])
-            known = None if self.captured else tuple(zip(layout.slots, layout.first[window], strict=True))
-            found[window] = Reach(slots, first, layout.rows, extent, seen, start=start, span=TAIL, known=known)
-        return found
+    def reach(self) -> dict[Lane, Reach]:
+        """What the rows see, by the lane of a layer."""
+        return {
+            lane: self._reach(lane, first) for lane, first in zip(self.layout.first, self.numbers[2:], strict=False)
+        }
+
+    def _reach(self, lane: Lane, first: Tensor) -> Reach:
+        layout, start = self.layout, None
+        if layout.copied is not None and lane in (None, AWAY):
+            start = self.numbers[-1] if lane is None else self.numbers[-1] - (self.numbers[1] - first)
+        room = self.store.held if lane == AWAY and isinstance(self.store, HostKV) else self.store.capacity
+        return Reach(
+            self.numbers[0],
+            first,
+            layout.rows,
+            tuple(min(n, room) for n in layout.extent[lane]),
+            lane if self.windowed and isinstance(lane, int) else None,
+            start=start,
+            span=TAIL,
+            known=None if self.captured else tuple(zip(layout.slots, layout.first[lane], strict=True)),
+        )
+
+    def items(self, layer: int) -> Sequence[Item]:  # noqa: ARG002
+        """What the pass takes from a ring for a layer's attention, in order."""
+        return ()
 
     def attend(self, layer: int, stacked: Tensor, cos: Tensor, sin: Tensor, norms: Norms) -> Tensor:
-        window = self.config.windows[layer]
-        reach = self.reach[window]
+        lane = self.store.lanes[layer]
+        reach = self.reach[lane]
         keys, values = self.store.keys[layer], self.store.values[layer]
         query = rope_append(stacked, cos, sin, keys, values, reach.slots, reach.first, norms)
-        if self.copies is not None and window is None:
-            prefix = Quantized(self.copies[layer], reach.slots, self.numbers[-1], max(reach.extent))
+        if self.copies is not None and not isinstance(lane, int):
+            prefix = Quantized(self.copies[layer], reach.slots, self.numbers[-1], max(self.layout.extent[None]))
             return attend_with(query, prefix, keys, values, reach)[0]
         if self.recorded is None:
             return attend(query, keys, values, reach)
@@ -189,7 +205,7 @@ class FullView:
     For that a pass of the fixed shape must stay inside one bucket: `room` says how many tokens it may draft.
     """
 
-    def __init__(self, config: ModelConfig, store: KVStore, sequences: int, bucket: int = 1) -> None:
+    def __init__(self, config: ModelConfig, store: Store, sequences: int, bucket: int = 1) -> None:
         self.config, self.store, self.bucket = config, store, bucket
         self.held = [Held() for _ in range(sequences)]
         self.record = False  # keep the queries of each pass, for views that select by them
@@ -214,18 +230,23 @@ class FullView:
         first = [len(self.held[text.slot]) for text in texts]
         padded, live = live is not None, live or [rows] * len(texts)
         extent = [-(-(at + n) // self.bucket) * self.bucket for at, n in zip(first, live, strict=True)]
-        slots, windows = [text.slot for text in texts], set(self.config.windows)
-        first_by, extent_by = dict.fromkeys(windows, first), dict.fromkeys(windows, extent)
+        slots = [text.slot for text in texts]
+        first_by, extent_by = by_lane(self.store, slots, first), by_lane(self.store, slots, extent)
         layout = Layout(slots, rows, first, first_by, extent_by, padded=padded)
-        memory = Pass(self.config, self.store, layout, windowed=True, record=self.record)
+        memory = self.passed(layout)
         self.note(memory)
         return memory
 
-    def note(self, memory: Pass) -> None:
-        """Take this pass for the last one of its texts."""
+    def passed(self, layout: Layout) -> Pass:
+        """Memory of a pass of that layout."""
+        return Pass(self.config, self.store, layout, windowed=True, record=self.record)
+
+    def note(self, memory: Pass, slot: int | None = None) -> None:
+        """Take this pass for the last one of its texts, or of the text in `slot`."""
         layout = memory.layout
+        slots = layout.slots if slot is None else [slot]
         if memory.recorded is not None:
-            for b, (slot, at) in enumerate(zip(layout.slots, layout.positions, strict=True)):
+            for b, (slot, at) in enumerate(zip(slots, layout.positions, strict=True)):
                 self.recorded[slot] = Verified(memory.recorded, b, at + max(0, layout.rows - QUERIES))
 
 
@@ -278,6 +299,8 @@ class InPlaceView:
         self.held = [Held() for _ in range(sequences)]  # tokens added behind the committed ones
         self.base = [-1] * sequences  # tokens whose exact keys the source held when last prepared
         self.copied = [0] * sequences
+        if isinstance(source.store, HostKV):
+            source.store.observers.append(self)
 
     def prepare(self, texts: Sequence[Text]) -> float:
         started, store = time.perf_counter(), self.source.store
@@ -297,13 +320,23 @@ class InPlaceView:
 
     def _copy(self, slot: int, groups: int) -> None:
         """Bring the copy up to `groups` whole groups of tokens."""
-        done = self.copied[slot] // GROUP
-        if self.copies is None or groups <= done:
-            return
         store = self.source.store
-        for copy, keys, values in zip(self.copies, store.keys, store.values, strict=True):
-            copy.fill(keys, values, slot, done, groups)
+        if self.copies is None or groups * GROUP <= self.copied[slot]:
+            return
+        for layer, (keys, values) in enumerate(zip(store.keys, store.values, strict=True)):
+            self.derive(layer, keys[slot], values[slot], slot, origin(store, layer, slot), groups * GROUP)
         self.copied[slot] = groups * GROUP
+
+    def derive(self, layer: int, keys: Tensor, values: Tensor, slot: int, origin: int, stop: int) -> None:
+        """Bring one layer's copy up to position `stop`, from [HK, n, D] that begins at position `origin`."""
+        if self.copies is not None:
+            new = slice(self.copied[slot] - origin, max(self.copied[slot], stop) - origin)
+            self.copies[layer].put(keys[:, new], values[:, new], slot, self.copied[slot] // GROUP)
+
+    def derived(self, slot: int, stop: int) -> None:
+        """Every layer was brought up to `stop`."""
+        if self.copies is not None:
+            self.copied[slot] = max(self.copied[slot], stop)
 
     def missing(self, text: Text) -> list[int]:
         length = self.base[text.slot]
@@ -313,9 +346,23 @@ class InPlaceView:
         self.held[text.slot].extend(tokens)
 
     def begin(self, texts: Sequence[Text], rows: int) -> Pass:
-        slots, windows = [text.slot for text in texts], set(self.config.windows)
+        slots, store = [text.slot for text in texts], self.source.store
         first = [self.base[slot] + len(self.held[slot]) for slot in slots]
         extent = [at + rows for at in first]
         copied = None if self.copies is None else [self.copied[slot] for slot in slots]
-        layout = Layout(slots, rows, first, dict.fromkeys(windows, first), dict.fromkeys(windows, extent), copied)
-        return Pass(self.config, self.source.store, layout, windowed=True, copies=self.copies)
+        layout = Layout(slots, rows, first, by_lane(store, slots, first), by_lane(store, slots, extent), copied)
+        return Pass(self.config, store, layout, windowed=True, copies=self.copies)
+
+
+def by_lane(store: Slots, slots: Sequence[int], positions: list[int]) -> dict[Lane, list[int]]:
+    """Where the positions of each sequence are among the slots of every lane."""
+    made = dict.fromkeys(store.lanes, positions)
+    if isinstance(store, HostKV) and AWAY in made:
+        made[AWAY] = [at - store.origins[slot] for slot, at in zip(slots, positions, strict=True)]
+        made.setdefault(None, positions)
+    return made
+
+
+def origin(store: Store, layer: int, slot: int) -> int:
+    """The position that a layer's first slot stands for."""
+    return store.origin(layer, slot) if isinstance(store, HostKV) else 0

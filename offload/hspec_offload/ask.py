@@ -20,7 +20,8 @@ OFFLOAD = ("auto", "none", "weights", "kv", "both")
 class Workload:
     """Tokens to make room for in each of `batch` sequences, and the levels to choose from (None for all).
 
-    `acceptance`: measured shares of kept tokens by kind of level, in place of those assumed for `text`.
+    `prompt`: tokens that are read before the first is written, None for the whole context. `acceptance`: measured
+    shares of kept tokens by kind of level, in place of those assumed for `text`.
     """
 
     context: int
@@ -29,6 +30,7 @@ class Workload:
     draft: ModelShape | None = None
     stacks: tuple[Levels, ...] | None = None
     acceptance: Mapping[str, float] = field(default_factory=dict)
+    prompt: int | None = None
 
     def accepted(self, model: ModelShape, text: str) -> dict[str, float]:
         """Shares of kept tokens on a text, by kind of level."""
@@ -40,7 +42,9 @@ class Workload:
 
 @dataclass(frozen=True)
 class Limits:
-    """What the plan may use. Bytes of each GPU and of RAM; layers whose weights stay on the GPU; where KV lives."""
+    """What the plan may use. Bytes of each GPU and of RAM; layers whose weights stay on the GPU; where KV lives; the
+    GPUs, by their numbers in the profile.
+    """
 
     vram: int | None = None
     ram: int | None = None
@@ -48,6 +52,7 @@ class Limits:
     gpu_layers: int | None = None
     kv_device: str | None = None  # "gpu", "cpu"
     offload: str = "auto"  # what may live outside the GPU
+    gpus: tuple[int, ...] | None = None  # None for all
 
 
 @dataclass(frozen=True)

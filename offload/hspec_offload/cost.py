@@ -34,12 +34,18 @@ STREAM = 0.95  # of the rate of single large copies, averaged over a pass; to be
 GATHER = 0.87  # rows fetched by a kernel from pinned memory: 48 of 55 GB/s at 2 KB
 PIECE = 64 << 20  # bytes of one copy (54 GB/s; 8 MB: 52)
 # host
+BESIDE = (
+    0.5  # of the CPU's rates while copies cross the bus: 34 of 77 GB/s of keys, 39 of 75 of weights, both beside 50
+)
 SHARED = 0.88  # of DRAM's rate where copies and CPU both read it: 26 + 53 of 90 GB/s
 GROUPED = 0.5  # of the CPU's attention rate with several query heads to a KV head: 34 of 68, 20 of 40 GB/s
+TURNS = (
+    8  # rows from which the CPU's products and copies take turns: any mix of a 7B's layers took 220 to 250 ms a pass
+)
 PRODUCT_ROWS = 8  # rows that the CPU multiplies for little more than one (1.1 times, 2 cores of Zen 4)
 # compute
 MATRIX = 0.5  # of the matrix rate, in passes of few rows; assumed
-PREFILL = 0.55  # in prefill; to be reached
+PREFILL = 0.85  # in prefill: 8.25 s for 122,880 tokens
 
 
 @dataclass(frozen=True)
@@ -83,9 +89,11 @@ def timed(work: Work, machine: Machine, model: ModelShape, batch: int = 1) -> Pa
     """The time of a pass over `batch` sequences."""
     streamed, cpu = work.streamed, work.cpu_linear + work.cpu_keys
     pcie = streamed * seconds_a_byte(machine, work.pinned) if streamed else 0.0
-    products = work.cpu_linear / product_rate(machine, work.rows * batch) if work.cpu_linear else 0.0
-    attention = work.cpu_keys / attention_rate(machine, model, work.rows) if work.cpu_keys else 0.0
-    stall = stalled(work, products, attention, pcie / streamed) if streamed and cpu else 0.0
+    beside = BESIDE if streamed else 1.0
+    products = work.cpu_linear / (beside * product_rate(machine, work.rows * batch)) if work.cpu_linear else 0.0
+    attention = work.cpu_keys / (beside * attention_rate(machine, model, work.rows)) if work.cpu_keys else 0.0
+    turns = work.rows * batch >= TURNS
+    stall = stalled(work, products, attention, pcie / streamed, turns=turns) if streamed and cpu else 0.0
     memory = gpu_memory_seconds(work, machine, model) if machine.gpus else 0.0
     compute = work.operations / (machine.matrix * MATRIX) if machine.gpus else 0.0
     dram = (streamed + cpu) / (machine.dram * (SHARED if streamed and cpu else 1.0))
@@ -95,13 +103,13 @@ def timed(work: Work, machine: Machine, model: ModelShape, batch: int = 1) -> Pa
     return Pass(slowest + first, pcie, stall, memory, compute, products + attention, dram, disk, work.overhead)
 
 
-def stalled(work: Work, products: float, attention: float, a_byte: float) -> float:
+def stalled(work: Work, products: float, attention: float, a_byte: float, *, turns: bool) -> float:
     """Seconds in which the ring is full and waits for the CPU: beside a layer's attention its own keys are carried
-    too, beside its products nothing that it could use.
+    too, beside its products nothing that it could use, or, where they take turns, nothing at all.
     """
     ring, seconds = work.ring * a_byte, 0.0
     if work.cpu_layers:
-        seconds += max(0.0, products - work.cpu_layers * ring)
+        seconds += products if turns else max(0.0, products - work.cpu_layers * ring)
     if work.key_layers:
         seconds += max(0.0, attention - work.streamed_keys * a_byte - work.key_layers * ring)
     return seconds
@@ -149,6 +157,7 @@ class Prefill:
     chunk: int = 0  # tokens
     key_crossings: float = 0.0  # of a key or value that lives in host memory, there and back, on average
     weight_crossings: int = 0  # of weights that do
+    tokens: int = 0  # of the prompt
 
 
 def prefill(
@@ -163,20 +172,26 @@ def prefill(
     disk: float,
     pinned: float,
 ) -> Prefill:
-    """Chunk after chunk of one sequence after the other, through all layers. Of the bytes that live outside the GPU
-    `weights` cross once a chunk, `keys`, of one sequence, once to the host and again for every later chunk; `disk` of
-    the weights come from the disk each time.
+    """One sequence after the other, each layer over all chunks before the next one begins. Of the bytes that live
+    outside the GPU `weights` cross once, to it, and `keys`, of one sequence, once, to the host; `disk` of the weights
+    come from the disk.
     """
     chunks = -(-tokens // chunk)
     attended = sum(min(tokens, 2 * window if window else tokens) for window in model.windows) / model.layers / 2
     operations = model.operations(tokens, attended, head=False)
     compute = operations / (machine.matrix * PREFILL if machine.gpus else machine.product * PRODUCT_ROWS)
-    again = (chunks - 1) / 2
-    to_device = (weights * chunks + keys * again) * seconds_a_byte(machine, pinned) if machine.gpus else 0.0
+    to_device = weights * seconds_a_byte(machine, pinned) if machine.gpus else 0.0
     to_host = keys / machine.link_back if machine.gpus else 0.0
-    reading = disk * chunks / machine.disk
+    reading = disk / machine.disk
     memory = chunks * model.layers * model.layer_bytes / (machine.copy * LINEAR) if machine.gpus else 0.0
     longest = max(compute, memory, to_device, to_host, reading)
     return Prefill(
-        batch * longest, batch * compute, batch * max(to_device, to_host), batch * reading, chunk, 1 + again, chunks
+        batch * longest,
+        batch * compute,
+        batch * max(to_device, to_host),
+        batch * reading,
+        chunk,
+        1.0,
+        1,
+        tokens,
     )

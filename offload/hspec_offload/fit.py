@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -26,7 +27,7 @@ def largest_context(
     profile: HostProfile, model: ModelShape, work: Workload, limits: Limits, copies: Copies = Copies()
 ) -> int:
     """Tokens of the longest context that has a plan, at most what the model's positions reach; 0 where none has."""
-    asks = [Ask(machine, model, work, limits) for machine in machines(profile, model.kv_heads)]
+    asks = [Ask(machine, model, work, limits) for machine in machines(profile, model.kv_heads, limits.gpus)]
 
     def possible(context: int) -> bool:
         return any(fits(replace(ask, work=replace(work, context=context)), copies) for ask in asks)
@@ -38,6 +39,21 @@ def largest_context(
     return low
 
 
+def leanest(ask: Ask, several: Iterable[Copies]) -> Copies:
+    """The copies with which the model asks least of a GPU."""
+
+    def needed(copies: Copies) -> float:
+        return -left(ask, _lean(ask, copies)) if ask.machine.gpus and all(spans(ask, copies)) else float("inf")
+
+    return min(several, key=needed)
+
+
+def _lean(ask: Ask, copies: Copies) -> Placement:
+    """The placement that asks least of a GPU."""
+    weights, keys = (span.start if span else ask.model.layers for span in spans(ask, copies))
+    return Placement(copies, weights, keys)
+
+
 def does_not_fit(
     profile: HostProfile, model: ModelShape, work: Workload, limits: Limits, copies: Copies = Copies()
 ) -> HspecError:
@@ -45,10 +61,9 @@ def does_not_fit(
     contradicts itself.
     """
     longest = largest_context(profile, model, work, limits, copies)
-    asks = [Ask(machine, model, work, limits) for machine in machines(profile, model.kv_heads)]
+    asks = [Ask(machine, model, work, limits) for machine in machines(profile, model.kv_heads, limits.gpus)]
     if not any(all(spans(ask, copies)) for ask in asks):
-        whose = "these levels read" if copies.needs_weights or copies.needs_keys else "nothing may be offloaded from"
-        return UsageError(f"{whose} the GPU, and {_asked(limits)} keeps things elsewhere", "drop one of the two")
+        return UsageError(_contradiction(limits, copies), "drop one of the two")
     device = min((_shortage(ask, copies) for ask in asks), key=lambda device: device.used - device.available)
     terms = sorted(device.terms, key=lambda term: -term.nbytes)[:3]
     needs = ", ".join(f"{term.name} {human(term.nbytes)}" for term in terms)
@@ -56,13 +71,23 @@ def does_not_fit(
         f"{model.name} with {work.context:,} tokens{f' in {work.batch} sequences' if work.batch > 1 else ''} does not "
         f"fit: {device.name} needs {human(device.used)} ({needs}) and has {human(device.available)}"
     )
-    return DoesNotFit(message, _helps(limits, device, longest))
+    return DoesNotFit(message, _helps(limits, device, longest, named=copies != Copies()))
+
+
+def _contradiction(limits: Limits, copies: Copies) -> str:
+    """What keeps on the GPU what the limits put elsewhere, or the other way round."""
+    if copies.needs_weights or copies.needs_keys:
+        why = "these levels read the GPU's memory alone"
+    elif limits.offload in ("weights", "kv"):
+        why = f"`--offload-kind {limits.offload}` leaves all else on the GPU"
+    else:
+        why = "nothing may be offloaded from the GPU"
+    return f"{why}, and {_asked(limits)} keeps things elsewhere"
 
 
 def _shortage(ask: Ask, copies: Copies) -> Device:
     """The device that is too small for the placement that asks least of it."""
-    weights, keys = (span.start if span else ask.model.layers for span in spans(ask, copies))
-    lean = Placement(copies, weights, keys)
+    lean = _lean(ask, copies)
     gpus = devices(ask, lean)[:-1]
     if gpus and left(ask, lean) < 0:
         return max(gpus, key=lambda device: device.used - device.available)
@@ -72,11 +97,13 @@ def _shortage(ask: Ask, copies: Copies) -> Device:
     return devices(ask, lean)[-1]
 
 
-def _helps(limits: Limits, device: Device, longest: int) -> str:
-    """The flags that help, first the one that needs least."""
+def _helps(limits: Limits, device: Device, longest: int, *, named: bool) -> str:
+    """The flags that help, first the one that needs least. `named`: levels that the user named do not fit."""
     ways = []
     if longest:
         ways.append(f"the longest context that fits is {longest:,} tokens: `--ctx {longest}`")
+    if named:
+        ways.append("other levels need less: `--method auto`")
     if limits.offload == "none":
         ways.append("`--offload` places in RAM what the GPU has no room for")
     if _asked(limits):

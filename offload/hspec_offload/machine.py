@@ -71,20 +71,21 @@ class Machine:
         return -int(-nbytes * self.heads[rank] // sum(self.heads)) if self.heads else int(nbytes)
 
 
-def machines(profile: HostProfile, kv_heads: int) -> Iterator[Machine]:
-    """Every way to use the profile's GPUs that is worth a plan: each alone, and all together where there are heads
-    for each; the host alone where there is none.
+def machines(profile: HostProfile, kv_heads: int, allowed: Sequence[int] | None = None) -> Iterator[Machine]:
+    """Every way to use the profile's GPUs, or those `allowed`, that is worth a plan: each alone, and all together where
+    there are heads for each; the host alone where there is none.
     """
     host, assumed = _known(profile.host)
-    if not profile.gpus:
+    numbers = tuple(n for n in range(len(profile.gpus)) if allowed is None or n in allowed)
+    if not numbers:
         yield _machine(profile, host, (), (), assumed)
         return
-    alike = {replace(gpu, identity=""): number for number, gpu in reversed(list(enumerate(profile.gpus)))}
+    alike = {replace(profile.gpus[number], identity=""): number for number in reversed(numbers)}
     for number in sorted(alike.values()):
         yield _machine(profile, host, (number,), (kv_heads,), assumed)
-    if 1 < len(profile.gpus) <= kv_heads:
-        for heads in _splits(profile.gpus, kv_heads):
-            yield _machine(profile, host, tuple(range(len(profile.gpus))), heads, assumed)
+    if 1 < len(numbers) <= kv_heads:
+        for heads in _splits([profile.gpus[number] for number in numbers], kv_heads):
+            yield _machine(profile, host, numbers, heads, assumed)
 
 
 def _splits(gpus: Sequence[Gpu], heads: int) -> list[tuple[int, ...]]:

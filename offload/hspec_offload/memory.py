@@ -8,17 +8,19 @@ from functools import partial
 
 from hspec_offload.ask import Ask, Copies
 from hspec_offload.cost import PIECE
-from hspec_offload.shape import FOUR_BIT, ModelShape
+from hspec_offload.shape import ModelShape
 
 LONGEST, ROWS = 63, 64  # tokens and rows of the longest block
 SLACK = 3 * LONGEST  # slots behind the context for what levels speculate
 CHUNKS = {True: 4096, False: 512}  # tokens of a prefill chunk, on a GPU and on a CPU
 SPLIT = 1024  # keys of one part of the attention kernel
-RESERVE, RESERVE_SHARE = 250_000_000, 0.01  # of a GPU: what the allocator leaves between tensors, and a margin
+RESERVE, RESERVE_SHARE = 500_000_000, 0.01  # of a GPU: captured graphs, what is left between tensors, a margin
 PROCESS, PROCESS_SHARE = 1_000_000_000, 0.02  # of RAM: the process itself
 ROUNDING = 16  # bytes that rounding up of a rank's parts may add
 WHOLE = {"embedding", "draft model", "ring of buffers", "activations"}  # on every rank; all else is split by heads
 PINNED = ("weights, 16 bits", "KV cache")  # in RAM
+TAIL = 512  # slots behind a unit of KV in RAM: what is not committed yet, and what levels speculate
+UNIT, UNIT_BYTES = 1024, 8 << 20  # tokens and bytes that a unit has at least: whole parts of the attention kernel
 RINGS = (4, 16)  # pieces of the ring: the more, the longer copies run ahead of a layer that the CPU computes
 
 
@@ -66,21 +68,32 @@ def key_layer(ask: Ask) -> int:
 def on_device(ask: Ask, place: Placement) -> list[Term]:
     """What the device that computes holds: a GPU, or the host where there is none."""
     model, copies = ask.model, place.copies
-    heads = model.head_bytes + (FOUR_BIT * model.head_bytes if copies.small == model.layers else 0)
+    late = int(copies.small * model.four_bit * model.layer_bytes)  # made when the prompt has been read
+    heads = model.head_bytes + (model.four_bit * model.head_bytes if copies.small == model.layers else 0)
     ring = ask.machine.gpus and not place.resident(model)
     terms = [
         Term("weights, 16 bits", place.weights * model.layer_bytes),
-        Term("weights, 4-bit copy", int(copies.small * FOUR_BIT * model.layer_bytes)),
+        Term("weights, 4-bit copy", late),
         Term("head", int(heads)),
         Term("embedding", model.embedding_bytes if place.embedding else 0),
         Term("KV cache", place.keys * key_layer(ask)),
+        Term("KV, latest", (model.layers - place.keys) * _latest(ask) if ask.machine.gpus else 0),
         Term("KV, 4-bit copy", int(model.key_share(copies.keys) * model.layers * key_layer(ask))),
         Term("retrieval copy", _sparse(ask, copies)),
         Term("draft model", _draft(ask) if copies.draft else 0),
         Term("ring of buffers", place.pieces * PIECE if ring else 0),
+        Term("prompt's layer", max(0, _in_turn(ask, place) - late)),
         Term("activations", _activations(ask)),
     ]
     return [term for term in terms if term.nbytes]
+
+
+def _latest(ask: Ask) -> int:
+    """Bytes of the last tokens of a layer's KV, which stay on the GPU until they fill a unit."""
+    tokens, key = UNIT, ask.model.key_bytes
+    while tokens * key < UNIT_BYTES:
+        tokens *= 2
+    return min(slots(ask), (tokens + TAIL) * ask.work.batch) * key
 
 
 def _sparse(ask: Ask, copies: Copies) -> int:
@@ -97,10 +110,22 @@ def _draft(ask: Ask) -> int:
     return draft.weight_bytes + draft.layers * draft.key_bytes * (512 + SLACK) * ask.work.batch if draft else 0
 
 
+def _in_turn(ask: Ask, place: Placement) -> int:
+    """Where something is offloaded a prompt is read layer by layer: one layer's KV is then whole on the GPU, and one
+    layer's weights. A 4-bit copy of the weights takes their place afterwards.
+    """
+    model = ask.model
+    if not ask.machine.gpus:
+        return 0
+    keys = (ask.work.context + SLACK) * model.key_bytes if place.keys < model.layers else 0
+    return keys + (model.layer_bytes if place.weights < model.layers else 0)
+
+
 def _activations(ask: Ask) -> int:
     """The larger of what a prefill chunk and a verify pass need between their kernels, and the logits."""
     model, element = ask.model, ask.model.element
-    row = 6 * model.hidden + (2 * model.heads + 2 * model.kv_heads) * model.head_dim + 3 * model.ffn
+    attention = 2 * (model.heads + model.kv_heads) * model.head_dim + model.hidden
+    row = 3 * model.hidden + max(attention, 3 * model.ffn)
     parts = ROWS * model.heads * model.head_dim * -(-ask.work.context // SPLIT) * 4 * ask.work.batch
     rows = ROWS * ask.work.batch
     return max(chunk(ask) * row * element, parts + rows * row * element) + 3 * rows * model.vocabulary * 4
@@ -139,7 +164,7 @@ def in_ram(ask: Ask, place: Placement) -> list[Term]:
         Term("weights, 16 bits", (model.layers - place.weights - place.disk) * model.layer_bytes),
         Term("embedding", 0 if place.embedding else model.embedding_bytes),
         Term("KV cache", (model.layers - place.keys) * key_layer(ask)),
-        Term("buffers", 0 if place.resident(model) else RINGS[0] * PIECE),
+        Term("hidden states", 0 if place.resident(model) else ask.work.context * model.hidden * model.element),
     ]
     return [term for term in terms if term.nbytes]
 

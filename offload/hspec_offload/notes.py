@@ -26,8 +26,6 @@ def _memory(ask: Ask, place: Placement) -> Iterable[str]:
         yield f"`--ram` allows {human(limits.ram)}, more than the {human(machine.ram)} that can be used"
     if machine.gpus and place.resident(model):
         yield "everything is on the GPU, nothing is offloaded"
-    elif machine.gpus:
-        yield "`hspec run` keeps everything on one device so far: it does not carry this plan out yet"
     if place.disk:
         size = human(place.disk * model.layer_bytes)
         yield f"{place.disk} layers ({size}) do not fit RAM and are read from the disk in every pass, which is slow"

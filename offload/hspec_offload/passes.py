@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -19,8 +18,7 @@ from hspec_offload.cost import (
     seconds_a_byte,
     timed,
 )
-from hspec_offload.memory import PINNED, Placement, chunk, in_ram, key_layer
-from hspec_offload.shape import FOUR_BIT
+from hspec_offload.memory import PINNED, Placement, chunk, in_ram
 from hspec_offload.speculation import Level
 
 REFETCHED = 0.25  # of a retrieval copy, after a verify pass; assumed
@@ -71,8 +69,8 @@ class Target:
         """The placement with the CPU's parts that make a pass of so many rows shortest.
 
         Tried are any number of layers with none or all of KV, and any share of KV with none or all of the layers.
-        Copying and computing are linear in both, so each is best where the two take equally long, where copies begin
-        to stall, or at an end.
+        Time is the largest of linear functions: of a number of layers its least is where it stops falling, of a share
+        it is where copying and computing take equally long, where copies begin to stall, or at an end.
         """
         layers = self.ask.model.layers
         if not self.ask.machine.gpus:
@@ -83,8 +81,7 @@ class Target:
         tries = {(0, 0.0), (away, 0.0)}
         ends = (0.0, 1.0) if keys else (0.0,)
         for share in ends:
-            cpu = _root(lambda n, share=share: self._ahead(rows, n, share), 0, away)  # type: ignore[misc]
-            tries |= {(math.floor(cpu), share), (math.ceil(cpu), share)}
+            tries.add((_lowest(lambda n, share=share: self.timed(rows, n, share).seconds, away), share))  # type: ignore[misc]
         for cpu in {0, away} if keys else ():
             share = _root(lambda part, cpu=cpu: self._ahead(rows, cpu, part), LEAST_SHARE, 1)  # type: ignore[misc]
             tries |= {(cpu, share), (cpu, self._onset(rows)), (cpu, 1.0)}
@@ -120,7 +117,7 @@ def middle_pass(ask: Ask, place: Placement, level: Level, rows: int) -> Pass:
     model, machine = ask.model, ask.machine
     small = place.copies.small if level.weights else 0
     whole = (model.layers - small) * model.layer_bytes
-    head = model.head_bytes * (FOUR_BIT if small == model.layers else 1)
+    head = model.head_bytes * (model.four_bit if small == model.layers else 1)
     tokens = model.attended(ask.work.context) if level.view == "full" else float(level.budget or 0)
     keys = tokens * model.key_bytes * model.layers * ask.work.batch
     spent = overhead(machine, model, rows * ask.work.batch, four_bit=small)
@@ -129,14 +126,15 @@ def middle_pass(ask: Ask, place: Placement, level: Level, rows: int) -> Pass:
         work = Work(
             rows=rows,
             linear=whole + head,
-            four_bit=small * FOUR_BIT * model.layer_bytes,
+            four_bit=small * model.four_bit * model.layer_bytes,
             keys=0.0 if few else keys,
             four_bit_keys=few * keys,
             operations=ask.work.batch * model.operations(rows, tokens),
             overhead=spent,
         )
     else:
-        work = Work(rows, cpu_linear=whole + head, cpu_keys=keys, overhead=spent)
+        disk = place.disk * model.layer_bytes
+        work = Work(rows, cpu_linear=whole + head, cpu_keys=keys, disk=disk, overhead=spent)
     return timed(work, machine, model, ask.work.batch)
 
 
@@ -169,19 +167,28 @@ def refresh_seconds(ask: Ask, place: Placement) -> float:
 
 
 def prefill_of(ask: Ask, place: Placement) -> Prefill:
-    """Reading a prompt that fills the context."""
-    model = ask.model
+    """Reading the prompt, or one that fills the context."""
+    model, tokens = ask.model, ask.work.prompt or ask.work.context
     return prefill(
         ask.machine,
         model,
-        ask.work.context,
+        tokens,
         chunk(ask),
         batch=ask.work.batch,
         weights=(model.layers - place.weights) * model.layer_bytes,
-        keys=(model.layers - place.keys) * key_layer(ask) / ask.work.batch,
+        keys=(model.layers - place.keys) * model.key_bytes * tokens,
         disk=place.disk * model.layer_bytes,
         pinned=pinned(ask, place),
     )
+
+
+def _lowest(convex: Callable[[int], float], high: int) -> int:
+    """The least number from 0 to `high` from which on a convex function does not fall."""
+    low = 0
+    while low < high:
+        middle = (low + high) // 2
+        low, high = (middle + 1, high) if convex(middle + 1) < convex(middle) else (low, middle)
+    return low
 
 
 def _root(falling: Callable[[float], float], low: float, high: float) -> float:

@@ -50,7 +50,9 @@ def layer_runs(ask: Ask, place: Placement) -> tuple[Layers, ...]:
     made = []
     for n in range(layers):
         weights = "gpu"
-        if n < away:
+        if not ask.machine.gpus:
+            weights = "disk" if n < place.disk else "cpu"
+        elif n < away:
             by_cpu = (n + 1) * place.cpu // away > n * place.cpu // away
             weights = "cpu" if by_cpu else "disk" if next(carried) < place.disk else "stream"
         keys = "gpu" if n >= elsewhere else away_keys

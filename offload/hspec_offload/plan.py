@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from hspec_offload.ask import OFFLOAD, Ask, Copies, Limits, Workload, grouped, stacks
 from hspec_offload.cost import PIECE, Pass, Prefill
-from hspec_offload.fit import does_not_fit
+from hspec_offload.fit import does_not_fit, leanest
 from hspec_offload.machine import machines
 from hspec_offload.memory import Placement, choices, chunk
 from hspec_offload.notes import notes
@@ -78,6 +78,7 @@ class Plan:
     key_copy: str = ""  # "int4", "int8": of all keys and values, on the GPU
     ring_pieces: int = 0
     piece_bytes: int = 0
+    element: int = 2  # bytes of a weight, key or value of the target
     notes: tuple[str, ...] = ()
 
     @property
@@ -106,14 +107,15 @@ class Timed:
 def plan(profile: HostProfile, model: ModelShape, work: Workload, limits: Limits = Limits()) -> Plan:
     """The fastest plan. Raises DoesNotFit where there is none, UsageError for what cannot be meant."""
     _check(profile, model, work, limits)
-    asks = [Ask(machine, model, work, limits) for machine in machines(profile, model.kv_heads)]
+    asks = [Ask(machine, model, work, limits) for machine in machines(profile, model.kv_heads, limits.gpus)]
     plain = [timed for ask in asks for timed in _plain(ask)]
     if not plain:
         raise does_not_fit(profile, model, work, limits)
     ways = [timed for ask in asks for timed in _ways(ask)]
     if not ways:
-        copies = next(iter(grouped(stacks(work, gpu=bool(profile.gpus)), model.layers, gpu=bool(profile.gpus))))
-        raise does_not_fit(profile, model, work, limits, copies)
+        gpu = bool(asks[0].machine.gpus)
+        copies = grouped(stacks(work, gpu=gpu), model.layers, gpu=gpu)
+        raise does_not_fit(profile, model, work, limits, leanest(asks[0], copies))
     best = min(ways, key=lambda timed: timed.seconds)
     return _plan(best, min(plain, key=lambda timed: timed.seconds), ways)
 
@@ -131,12 +133,13 @@ def _check(profile: HostProfile, model: ModelShape, work: Workload, limits: Limi
         raise UsageError(f"unknown text: {work.text!r}", "texts are " + ", ".join(TEXTS))
     if limits.offload not in OFFLOAD:
         raise UsageError(f"unknown kind of offloading: {limits.offload!r}", "kinds are " + ", ".join(OFFLOAD))
-    if profile.gpus:
+    if profile.gpus and limits.gpus != ():
         return
     flags = {"--vram": limits.vram, "--gpu-layers": limits.gpu_layers, "--kv-device": limits.kv_device}
     for flag, value in flags.items():
         if value is not None and value != "cpu":
-            raise UsageError(f"`{flag}` is about a GPU, the profile `{profile.name}` has none")
+            none = f"the profile `{profile.name}` has none" if not profile.gpus else "none is used"
+            raise UsageError(f"`{flag}` is about a GPU, {none}")
 
 
 def _plain(ask: Ask) -> Iterator[Timed]:
@@ -200,6 +203,7 @@ def _plan(best: Timed, plain: Timed, ways: Iterable[Timed]) -> Plan:
         key_copy=copies.keys,
         ring_pieces=place.pieces if ring else 0,
         piece_bytes=PIECE if ring else 0,
+        element=ask.model.element,
         notes=notes(ask, place, [(w.ask.machine, w.place.resident(ask.model), w.seconds) for w in ways]),
     )
 

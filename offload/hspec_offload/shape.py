@@ -60,8 +60,8 @@ class ModelShape:
     element: int = 2  # bytes
 
     @classmethod
-    def of(cls, config: Config, name: str) -> ModelShape:
-        """The shape of a model in 16 bits."""
+    def of(cls, config: Config, name: str, element: int = 2) -> ModelShape:
+        """The shape of a model with `element` bytes a weight, key or value."""
         layer = [shape for tensor, shape in config.tensors().items() if tensor.startswith("model.layers.0.")]
         return cls(
             name=name,
@@ -74,9 +74,15 @@ class ModelShape:
             vocabulary=config.vocab_size,
             context=config.context,
             tied=config.tied,
-            layer_bytes=tensor_bytes(layer, 2),
+            layer_bytes=tensor_bytes(layer, element),
             windows=config.windows,
+            element=element,
         )
+
+    @property
+    def four_bit(self) -> float:
+        """Bytes of a layer in 4 bits, of those that it has."""
+        return FOUR_BIT * 2 / self.element
 
     @property
     def head_bytes(self) -> int:

@@ -18,6 +18,7 @@ def hspec(monkeypatch: pytest.MonkeyPatch, capfdbinary: pytest.CaptureFixture[by
     from hspec_cli.main import main
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     torch.set_num_threads(1)  # tiny models gain nothing from more, and lose much where the cores are shared
 

@@ -114,7 +114,7 @@ def test_refusals(
     [("24GiB", 24 << 30), ("24GB", 24 * 10**9), ("24g", 24 * 10**9), ("1.5 gib", 3 << 29), ("512MiB", 1 << 29)],
 )
 def test_sizes(word: str, size: int) -> None:
-    from hspec_cli.plan import size as parser
+    from hspec_cli.placement import size as parser
 
     assert parser("--vram")(word) == size
 

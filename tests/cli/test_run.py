@@ -92,9 +92,10 @@ def test_terminal(tmp_path: Path, model: Path) -> None:
 class Scripted:
     """Stands for the engine: `script` yields the events."""
 
-    stack, device, dtype = "target(full)", "cpu", "float32"
+    stack, device, dtype, plan = "target(full)", "cpu", "float32", None
     script: Callable[[Any], Iterator[Any]]
     note: str | None = None
+    plan: object = None
 
     def __init__(self) -> None:
         self.notes = ["a note of the engine"]

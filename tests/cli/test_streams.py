@@ -188,8 +188,8 @@ def test_heartbeats_are_plain_and_rare(monkeypatch: pytest.MonkeyPatch, capsys: 
     heart.close()
     lines = capsys.readouterr().err.splitlines()
     assert lines == [
-        "hspec: 400 of 1,000 prompt tokens read (40%)",
-        "hspec: 800 of 1,000 prompt tokens read (80%)",
+        "hspec: 400 of 1,000 prompt tokens read (40%, 40/s, 15 s left)",
+        "hspec: 800 of 1,000 prompt tokens read (80%, 40/s, 5 s left)",
     ]
 
 

@@ -45,7 +45,8 @@ def test_every_flag_reaches_the_record() -> None:
     argv = (
         "-m model --method triforce --rule rejection --select paper --no-exact -md draft --budget 64 --gamma 3 "
         "-n 7 -c 99 --temp 0.5 --top-p 0.9 --top-k 5 --min-p 0.1 --seed 4 --stop a --stop b -s sys -f x -f - --json "
-        "--stats --dtype bf16 --device cuda:1 --offline --trust-remote-code -q -v --debug"
+        "--stats --dtype bf16 --device cuda:1 --offline --trust-remote-code -q -v --debug "
+        "--dashboard --record z"
     )
     assert parsed(*argv.split(), "ask") == Run(
         prompt="ask",
@@ -72,6 +73,8 @@ def test_every_flag_reaches_the_record() -> None:
         seed=4,
         stop=["a", "b"],
         json=True,
+        dashboard=True,
+        record="z",
         stats=True,
         quiet=True,
         verbose=True,

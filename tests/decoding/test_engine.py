@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -13,7 +14,7 @@ from tiny_engine import answer, answers, prompt, random_decoder
 
 from hspec_decoding.checkpoints.checkpoint import Checkpoint
 from hspec_decoding.engine import Engine, Request, Settings
-from hspec_decoding.events import Emitted, Event, Finished, Prefilled, Round
+from hspec_decoding.events import Emitted, Event, Finished, Placed, Prefilled, Round
 from hspec_decoding.load import check_memory, choose_stacks
 from hspec_decoding.sampling import Sampling
 from hspec_decoding.tuner import PLAIN
@@ -230,10 +231,42 @@ def test_the_report_is_the_sum_of_the_rounds() -> None:
     assert report.prefill_seconds > 0
 
 
+def test_rounds_tell_what_each_level_did() -> None:
+    run = tiny_engine.engine("ngram > target(retrieval:64) > target(full)", random_decoder(), adapt=False)
+    rounds = [event for event in run.generate(Request(prompt(300), 40)) if isinstance(event, Round)]
+    for level in run.report().levels:
+        told = [did for done in rounds for did in done.levels if did.name == level.name]
+        counts = ("proposed", "kept", "refused", "passes") if level.name != "target(full)" else ("kept", "passes")
+        for count in counts:
+            assert sum(getattr(did, count) for did in told) == getattr(level, count)
+    assert all(done.seconds >= sum(did.seconds for did in done.levels) for done in rounds)
+
+
+def test_placed_tells_what_memory_holds_and_rounds_what_they_read() -> None:
+    decoder = random_decoder()
+    run = tiny_engine.engine("target(full)", decoder)
+    where, *_, last = [e for e in run.generate(Request(prompt(300), 9)) if isinstance(e, Placed | Round)]
+    assert isinstance(where, Placed)
+    assert len(where.layers) == decoder.config.layers
+    assert {(layer.weights, layer.keys) for layer in where.layers} == {("cpu", "cpu")}
+    (memory,) = where.devices
+    held = {part.name: part.nbytes for part in memory.parts}
+    store = run.parts.stores["target"]
+    token = store.nbytes // store.capacity
+    weights = held["weights, 32 bits"] + held["head"]
+    shapes = decoder.config.tensors().values()
+    assert weights + held["embedding"] == sum(4 * math.prod(shape) for shape in shapes)
+    assert held["KV cache"] == store.nbytes < memory.available
+    assert isinstance(last, Round)
+    assert (last.gpu_bytes, last.link_bytes) == (0, 0)
+    assert weights < last.ram_bytes <= weights + token * 310
+    assert last.plain == pytest.approx(last.promised, rel=0.9)
+
+
 def test_a_report_of_a_run_that_was_stopped_early() -> None:
     run = tiny_engine.engine("ngram > target(full)", random_decoder())
     opened = run.generate(Request(prompt(1200), 10))
-    assert next(opened) == Prefilled(512, 1200)
+    assert next(event for event in opened if isinstance(event, Prefilled)) == Prefilled(512, 1200)
     opened.close()
     report = run.report()
     assert (report.prompt_tokens, report.generated_tokens, report.target_passes) == (1200, 0, 0)

@@ -11,22 +11,34 @@ from typing import Any
 import pytest
 import tiny_engine
 import torch
-from tiny_engine import CPU, answers, random_decoder
+from tiny_engine import CPU, answers, contrary, random_decoder, stuck
 from torch import Tensor
 
 from hspec_decoding import graphs
 from hspec_decoding.build import resolve
 from hspec_decoding.device import GPU_SHAPE
 from hspec_decoding.engine import Engine
-from hspec_decoding.events import Emitted
-from hspec_decoding.graphs import Graph, Graphs, Results
+from hspec_decoding.events import Emitted, Round
+from hspec_decoding.graphs import Graph, Graphs, Mark, Results
+from hspec_decoding.levels import ModelLevel
 from hspec_decoding.model import Decoder
 from hspec_decoding.options import Request, Settings
-from hspec_decoding.sampling import Sampling
+from hspec_decoding.sampling import Sampling, agree
 from hspec_decoding.sparse import SELECT, Asked, VerifyFed
 from hspec_decoding.stack import parse
 from hspec_decoding.tuner import Plan, Tuner
 from hspec_profiles.errors import HspecError
+
+
+class Far(Tensor):
+    """What is on a device, imitated: a host that looks at it, or at what follows from it, waits."""
+
+    waits = 0
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        Far.waits += func in (Tensor.tolist, Tensor.item, Tensor.cpu, Tensor.__bool__, Tensor.__int__, Tensor.__index__)
+        return super().__torch_function__(func, types, args, kwargs or {})
 
 
 @dataclass
@@ -49,6 +61,7 @@ def recorded(run: Callable[[], Results], device: torch.device) -> tuple[Graph, R
     assert device == CPU
     with torch.inference_mode():
         results = run()
+    results = replace(results, chosen=results.chosen.as_subclass(Far))
     return Again(run, results), results
 
 
@@ -179,3 +192,144 @@ def test_plain_decoding_may_be_among_the_stacks() -> None:
     asked = Request(tiny_engine.prompt(60), 40)
     wanted = answers(tiny_engine.engine("target(full)", target), asked)
     assert answers(engines(["ngram > target(full)", "target(full)"], target), asked) == wanted
+
+
+# drafts that are handed over on the device
+
+
+HANDED = [
+    "draft > target(retrieval:64) > target(full)",
+    "draft > target(full, kv=int4) > target(full)",
+    "draft > target(full)",
+]
+WIDTHS = ((2, 6), (1, 3), (5, 5), (3, 9))
+
+
+@pytest.fixture
+def turning(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All levels in every round, of widths that change; now and then the middle one alone, so that the draft has to
+    be fed what was said without it.
+    """
+
+    def plan(self: Tuner) -> Plan:
+        depth, widths = len(self.sequential), WIDTHS[self.rounds % len(WIDTHS)]
+        levels = (1,) if depth > 1 and self.rounds % 5 == 4 else tuple(range(depth))
+        return Plan(levels, tuple(min(self.block, width) for width in widths[: len(levels)]))
+
+    monkeypatch.setattr(Tuner, "plan", plan)
+
+
+def broken(made: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Weights of a model that has nothing to say after every third token."""
+    embedding = made["model.embed_tokens.weight"].clone()
+    embedding[::3] = float("nan")
+    return {**made, "model.embed_tokens.weight": embedding}
+
+
+def drafting(kind: str) -> Decoder:
+    shape = tiny_engine.config()
+    made = tiny_engine.weights(shape)
+    nearly = {**made, "lm_head.weight": made["lm_head.weight"] + 0.1 * tiny_engine.weights(shape, 1)["lm_head.weight"]}
+    kinds = {"good": nearly, "contrary": contrary(made), "stuck": stuck(made, 3), "broken": broken(nearly)}
+    return tiny_engine.decoder(shape, kinds[kind])
+
+
+def followed(stack: str, draft: Decoder, *asked: Request, captured: bool = True) -> list[Any]:
+    """What an engine says and, after every round, what its levels counted, hold and select by."""
+    run = tiny_engine.engine(stack, random_decoder(), draft, context=600)
+    if not captured:
+        del run.parts.graphs[id(run.target)]
+    told: list[Any] = []
+    for event in run.generate(*asked):
+        if isinstance(event, Emitted):
+            told.append(event)
+        elif isinstance(event, Round):
+            levels = [level for level in (*run.levels.proposers, run.last) if isinstance(level, ModelLevel)]
+            views = [getattr(level.view, "full", level.view) for level in levels]
+            told.append([replace(level.tally, seconds=0) for level in levels])
+            told.append([[list(held.tokens) for held in view.held] for view in views])
+            told.append({slot: (own.b, own.first) for slot, own in run.last.view.recorded.items()})
+    return told
+
+
+def waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have the host wait for every chain of tokens before it goes on."""
+    chain = ModelLevel._chain
+
+    def waited(*args: Any) -> Any:
+        drafts = chain(*args)
+        for draft in drafts:
+            draft.wait()
+        return drafts
+
+    monkeypatch.setattr(ModelLevel, "_chain", waited)
+
+
+@pytest.mark.usefixtures("graphed", "turning")
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+@pytest.mark.parametrize("kind", ["good", "contrary", "stuck", "broken"])
+@pytest.mark.parametrize(
+    ("stack", "captured"), [*((stack, True) for stack in HANDED), (HANDED[0], False)], ids=[*HANDED, "offloaded"]
+)
+def test_what_is_handed_over_is_what_was_waited_for(
+    stack: str, captured: bool, kind: str, temperature: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two texts whose limits differ, so that one runs out of room, and out of the batch, before the other. Where the
+    target is offloaded its passes are not captured.
+    """
+
+    def checked(draft: list[int], chosen: list[int]) -> list[int]:
+        assert len(chosen) == len(draft) + 1
+        return agree(draft, chosen)
+
+    monkeypatch.setattr("hspec_decoding.rules.agree", checked)
+    sampling = Sampling(temperature, 0.9 if temperature else 1.0, seed=3)
+    prompts = enumerate((tiny_engine.prompt(90, 1), tiny_engine.prompt(40)))
+    asked = [Request(prompt, 9 + 11 * i, sampling=sampling, sequence=i) for i, prompt in prompts]
+    found = followed(stack, drafting(kind), *asked, captured=captured)
+    waiting(monkeypatch)
+    assert found == followed(stack, drafting(kind), *asked, captured=captured)
+
+
+@pytest.fixture
+def steady(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same widths in every round."""
+
+    def plan(self: Tuner) -> Plan:
+        levels = tuple(range(len(self.sequential)))
+        return Plan(levels, (2, 6)[: len(levels)])
+
+    monkeypatch.setattr(Tuner, "plan", plan)
+
+
+@pytest.mark.usefixtures("graphed", "steady")
+@pytest.mark.parametrize("stack", HANDED)
+def test_one_wait_a_pass(stack: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a level that checks; what proposes to it is not waited for."""
+    run = tiny_engine.engine(stack, random_decoder(), drafting("good"), context=600)
+    speculate, counts = Engine._speculate, []
+
+    def speculating(*args: Any) -> Any:
+        before = Far.waits, sum(level.tally.passes for level in checking)
+        events = speculate(*args)
+        counts.append((Far.waits - before[0], sum(level.tally.passes for level in checking) - before[1]))
+        return events
+
+    monkeypatch.setattr(Engine, "_speculate", speculating)
+    opened = run.generate(Request(tiny_engine.prompt(90, 1), 40))
+    next(opened)
+    checking = [*run.levels.proposers[1:], run.last]
+    list(opened)
+    assert len(counts) > 4
+    assert all(waits == passes for waits, passes in counts)
+
+
+@pytest.mark.usefixtures("graphed", "steady")
+def test_seconds_go_to_the_level_that_spent_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A device that comes to the end of each chain a minute after the host has gone on."""
+    monkeypatch.setattr(Mark, "until", lambda self, later: later.host - self.host - 60)
+    run = tiny_engine.engine(HANDED[0], random_decoder(), drafting("good"), context=600)
+    answers(run, Request(tiny_engine.prompt(90, 1), 20))
+    draft, middle = (level.tally for level in run.levels.proposers)
+    assert round(draft.seconds / 60) == -round(middle.seconds / 60) > 2
+    assert 0 < draft.seconds + middle.seconds < 60

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from hspec_kernels.attention import Reach, attend_reference, attend_split
-from hspec_kernels.linear import linear, linear_reference
+from hspec_kernels.linear import Quantized, gated_linear, linear, linear_reference, quantize
 from hspec_kernels.mlp import silu_mul, silu_mul_reference
 from hspec_kernels.norm import rms_norm, rms_norm_reference
 from hspec_kernels.rope import rope_append, rope_append_reference
@@ -79,6 +79,22 @@ def test_log_sum_exp_joins_parts(device: torch.device) -> None:
     assert error(joined, whole) < 1e-5
 
 
+@pytest.fixture(params=[0, 2048], ids=["one sum", "chains"])
+def few(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
+    """Outputs up to which products are of several sums."""
+    monkeypatch.setattr("hspec_kernels.linear.kernel.FEW", request.param)
+    return int(request.param)
+
+
+def test_what_a_sum_runs_over_is_the_same_for_every_number_of_rows() -> None:
+    """Interpreted products cannot tell: NumPy's own order of sums changes with the size of a tile."""
+    from hspec_kernels.linear.kernel import FEW, blocks
+
+    assert len({(cut.chains, cut.k) for cut in (blocks(FEW, 896, tile) for tile in (16, 32, 64))}) == 1
+    assert {blocks(outputs, 896, tile).chains for outputs in (FEW + 1, 8192, 32_000) for tile in (16, 32, 64)} == {1}
+
+
+@pytest.mark.usefixtures("few")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("outputs", "inner"), [(40, 48), (100, 130), (33, 576)])
 @pytest.mark.parametrize("rows", [1, 16, 33, 150])
@@ -94,6 +110,22 @@ def test_linear(dtype: torch.dtype, outputs: int, inner: int, rows: int, device:
         assert error(found, exact) < BOUND[dtype]
     if rows <= 16 or device.type == "cuda":  # interpreted tiles of other sizes are other products of NumPy's
         assert torch.equal(linear(x[:1], weight, bias, residual[:1]), found[:1])
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("kind", ["whole", "int4", "nf4"])
+@pytest.mark.parametrize("biased", [False, True])
+def test_gated_linear(dtype: torch.dtype, kind: str, biased: bool, few: int, device: torch.device) -> None:
+    """To the bit as the product and the gate in two kernels, for each number of rows."""
+    if (device.type == "cuda" and dtype == torch.float32) or (kind != "whole" and few):
+        return
+    made, bias = random(140, 192, device=device, dtype=dtype), random(140, device=device, dtype=dtype)
+    weight: Tensor | Quantized = made if kind == "whole" else quantize(made, kind)
+    x = random(16, 192, device=device, dtype=dtype)
+    found = gated_linear(x, weight, bias if biased else None)
+    assert found.shape == (16, 70)
+    assert torch.equal(found, silu_mul(linear(x, weight, bias if biased else None)))
+    assert torch.equal(gated_linear(x[3:4], weight, bias if biased else None), found[3:4])
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

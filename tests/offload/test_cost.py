@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 from plan_tools import GB, ONE, gpus, model, shape
 
-from hspec_offload.cost import PIECE, SHARED, STREAM, Work, attention_rate, prefill, product_rate, timed
+from hspec_offload.cost import BESIDE, PIECE, SHARED, STREAM, Work, attention_rate, prefill, product_rate, timed
 from hspec_offload.machine import Machine, machines
 from hspec_profiles.profile import Gpu, Host, HostProfile
 
@@ -30,13 +30,14 @@ def test_streaming_alone_costs_the_bus() -> None:
 
 
 def test_bus_and_cpu_share_the_memory_of_the_host() -> None:
-    """Measured: 26 GB/s attended beside 53 GB/s copied, 1.44 times copies alone."""
+    """Measured with 16 rows: a fifth of the keys attended by the CPU is 1.24 times as fast as copies alone."""
     alone = timed(Work(16, keys=64 * GB, streamed=64 * GB), MACHINE, LLAMA)
-    keys = 26 / 79 * 64 * GB
+    keys = 0.2 * 64 * GB
     both = timed(Work(16, keys=64 * GB - keys, streamed=64 * GB - keys, cpu_keys=keys), MACHINE, LLAMA)
-    assert both.seconds == pytest.approx(both.dram, rel=0.03)
     assert both.dram == pytest.approx(64 / (90 * SHARED))
-    assert alone.seconds / both.seconds == pytest.approx(1.44, rel=0.08)
+    assert alone.seconds / both.seconds == pytest.approx(1.24, rel=0.02)
+    more = timed(Work(16, keys=32 * GB, streamed=32 * GB, cpu_keys=32 * GB), MACHINE, LLAMA)
+    assert more.seconds == pytest.approx(32 / (40 * BESIDE), rel=0.02)
 
 
 def test_layers_on_gpu_and_cpu_wait_for_each_other() -> None:
@@ -47,14 +48,14 @@ def test_layers_on_gpu_and_cpu_wait_for_each_other() -> None:
 
 def test_copies_stall_when_the_ring_is_full() -> None:
     """Ten layers on the CPU, each for longer than the ring takes to fill."""
-    work = Work(16, linear=4 * GB, streamed=4 * GB, cpu_linear=4 * GB, cpu_layers=10)
-    made = timed(replace(work, ring=4 * PIECE), MACHINE, LLAMA)
-    each = 0.4 * GB / product_rate(MACHINE, 16)
-    assert made.stall == pytest.approx(10 * (each - 4 * PIECE / (55e9 * STREAM)))
-    assert timed(replace(work, ring=16 * PIECE), MACHINE, LLAMA).stall < made.stall
-    fuller = timed(replace(work, linear=8 * GB, streamed=8 * GB, ring=4 * PIECE), MACHINE, LLAMA)
-    assert fuller.seconds == pytest.approx(fuller.pcie + fuller.stall, rel=0.01)
-    assert fuller.stall == made.stall
+    work = Work(4, linear=8 * GB, streamed=8 * GB, cpu_linear=8 * GB, cpu_layers=10)
+    made = timed(replace(work, ring=PIECE), MACHINE, LLAMA)
+    each = 0.8 * GB / (BESIDE * product_rate(MACHINE, 4))
+    assert made.stall == pytest.approx(10 * (each - PIECE / (55e9 * STREAM)))
+    assert timed(replace(work, ring=4 * PIECE), MACHINE, LLAMA).stall < made.stall
+    assert made.seconds == pytest.approx(made.pcie + made.stall, rel=0.01)
+    many = timed(replace(work, rows=16, ring=16 * PIECE), MACHINE, LLAMA)
+    assert many.seconds == pytest.approx(many.pcie + many.cpu, rel=0.01)  # with more rows they take turns anyway
     beside = Work(16, keys=GB, streamed=GB, streamed_keys=GB, cpu_keys=GB / 2, key_layers=32, ring=4 * PIECE)
     assert timed(beside, MACHINE, LLAMA).stall == 0  # its own keys are carried meanwhile
 
@@ -77,11 +78,11 @@ def test_pageable_memory_is_slower() -> None:
 
 
 def test_prefill_counts_its_crossings() -> None:
-    """Chunk k carries the keys of the k chunks before it; all cross once to the host."""
+    """A prompt is read layer by layer: weights cross once, keys and values once, to the host."""
     keys = float(LLAMA.layers * LLAMA.key_bytes * 4 * 4096)
     made = prefill(MACHINE, LLAMA, 4 * 4096, 4096, batch=1, weights=0.0, keys=keys, disk=0.0, pinned=1.0)
-    assert (made.key_crossings, made.weight_crossings) == (1 + 1.5, 4)
-    assert made.pcie == pytest.approx(1.5 * keys / (55e9 * STREAM))
+    assert (made.key_crossings, made.weight_crossings, made.tokens) == (1, 1, 4 * 4096)
+    assert made.pcie == pytest.approx(keys / 55e9)
     twice = prefill(MACHINE, LLAMA, 4 * 4096, 4096, batch=2, weights=0.0, keys=keys, disk=0.0, pinned=1.0)
     assert twice.seconds == 2 * made.seconds
 

@@ -72,8 +72,8 @@ class TestMeasured:
         assert held(prose, "KV, 4-bit copy") == pytest.approx(17.6 * GB, rel=0.02)
         assert prose.prediction.texts["prose"] == prose.prediction.seconds_per_token > prose.prediction.texts["code"]
         for made in (code, prose):
-            assert made.prediction.prefill.key_crossings == 15.5
-            assert 10 < made.prediction.prefill.seconds < 40
+            assert made.prediction.prefill.key_crossings == 1
+            assert made.prediction.prefill.seconds == pytest.approx(8.25, rel=0.1)
             assert {run.keys for run in made.layers} & {"stream", "split"}
 
     def test_cpu_takes_a_share_where_few_rows_are_verified(self) -> None:

@@ -130,12 +130,19 @@ class Checkpoint:
 
     def release(self, names: Iterable[str]) -> None:
         """Give the pages of these tensors back, once they have been copied; a later touch reads them again."""
+        self._advise(names, mmap.MADV_DONTNEED)
+
+    def expect(self, names: Iterable[str]) -> None:
+        """Have these tensors read from the disk: they will be touched soon."""
+        self._advise(names, mmap.MADV_WILLNEED)
+
+    def _advise(self, names: Iterable[str], advice: int) -> None:
         for name in names:
             info = self.tensors[name]
             start = -(-info.offset // mmap.PAGESIZE) * mmap.PAGESIZE
             length = (info.offset + info.nbytes) // mmap.PAGESIZE * mmap.PAGESIZE - start
             if info.file in self._maps and length > 0:
-                self._maps[info.file].madvise(mmap.MADV_DONTNEED, start, length)
+                self._maps[info.file].madvise(advice, start, length)
 
     def _map(self, path: Path) -> mmap.mmap:
         if path not in self._maps:

@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 
 from hspec_kernels.attention.join.kernel import finish_tile, tail_bounds
+from hspec_kernels.pdl.kernel import await_earlier
 
 
 @triton.jit
@@ -245,12 +246,14 @@ def partial_kernel(
     APART: tl.constexpr,
     JOIN: tl.constexpr,
     PTX: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """One part: of the chosen chunks for the first `prefixes` of a head's `count` parts, then of the tail's slots."""
     i_m = tl.program_id(0)  # fastest, so that the tiles of one split find its keys in the L2 cache
     i_s = tl.program_id(1)
     i_bh = tl.program_id(2)
     base = (i_bh.to(tl.int64) * count + i_s) * (rows * G)
+    await_earlier(PDL)
     used = False
     p_count = None
     if CHUNK > 0:

@@ -11,6 +11,7 @@ from hspec_kernels.attention.cut import Cut, cut_of
 from hspec_kernels.attention.prefix import Chosen, Prefix, Quantized
 from hspec_kernels.attention.reach import Reach
 from hspec_kernels.attention.records import Chunks, Codes, Output, Parts, Rows, Store
+from hspec_kernels.pdl import pdl_options
 from hspec_kernels.shapes import power_of_two
 
 LOG2_E = 1.4426950408889634
@@ -23,22 +24,28 @@ def launch(
     query: Tensor, prefix: Prefix | None, keys: Tensor, values: Tensor, reach: Reach, tile: int, cut: Cut | None = None
 ) -> tuple[Tensor, Tensor]:
     """Attention [B, R, H, D] and log-sum-exps [B, R, H] by the kernels, cut by default or as said."""
-    work = _Work(query, prefix, keys, values, reach, cut or cut_of(query, prefix, keys, reach, tile))
+    work = Work(query, prefix, keys, values, reach, cut or cut_of(query, prefix, keys, reach, tile))
     if isinstance(prefix, Quantized):
         work.coded_parts(prefix)
     else:
         work.slots_parts(prefix)
-    if not work.fused:
-        work.merge()
-    return work.output.p_out, work.output.p_lse
+    return work.joined()
 
 
-class _Work:
+class Work:
     """The arguments that the kernels of one attention share."""
 
     def __init__(
-        self, query: Tensor, prefix: Prefix | None, keys: Tensor, values: Tensor, reach: Reach, cut: Cut
+        self,
+        query: Tensor,
+        prefix: Prefix | None,
+        keys: Tensor,
+        values: Tensor,
+        reach: Reach,
+        cut: Cut,
+        into: Parts | None = None,
     ) -> None:
+        """`into`: where the parts go, if it is among the parts of another work."""
         self.query, self.cut = query, cut
         batch, rows, heads, dim = query.shape
         kv_heads = keys.shape[1]
@@ -51,11 +58,11 @@ class _Work:
         tree = None if reach.tree is None else reach.tree.contiguous()
         self.block = Rows(query, query.stride()[:3], reach.first, reach.start, tree, reach.window)
         self.store = _store(keys, values, reach.slots)
-        self.parts = Parts(*self._empty(batch * kv_heads, count, rows * group, dim))
+        self.parts = into or Parts(*self._empty(batch * kv_heads, count, rows * group, dim))
         out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
         _, lse = self._empty(batch, rows, heads, 0)
         self.output = Output(out, out.stride()[:3], lse, done)
-        self.numbers = (rows, count, prefixes)
+        self.numbers = (rows, self.parts.p_lse.stride(0) // (rows * group), prefixes)
         self.scale = dim**-0.5 * LOG2_E
         self.shape = {
             "HK": kv_heads,
@@ -65,7 +72,8 @@ class _Work:
             "SPLIT": cut.split,
             "PREFIX_SPLIT": cut.prefix_split,
         }
-        self.options = {"num_warps": cut.warps, "num_stages": cut.stages, "maxnreg": cut.registers}
+        self.early = pdl_options(query.device)
+        self.options = {"num_warps": cut.warps, "num_stages": cut.stages, "maxnreg": cut.registers, **self.early}
 
     def slots_parts(self, prefix: Chosen | None) -> None:
         """Parts of chosen chunks, if any, and of the slots; joined too where that is fused."""
@@ -123,13 +131,23 @@ class _Work:
             **self.options,
         )
 
-    def merge(self) -> None:
-        """Join all parts."""
+    def parts_from(self, start: int) -> Parts:
+        """The parts of slots from `start` on, a multiple of a split."""
+        at = start // self.cut.split
+        return Parts(self.parts.p_mean[:, at:], self.parts.p_lse[:, at:])
+
+    def joined(self) -> tuple[Tensor, Tensor]:
+        """The output and the log-sum-exps of all parts."""
+        if not self.fused:
+            self._merge()
+        return self.output.p_out, self.output.p_lse
+
+    def _merge(self) -> None:
         from hspec_kernels.attention.join import kernel
 
         kernel.merge_kernel[(self.parts.p_lse.shape[2], self.grid[2])](
             self.block, self.parts, self.live, self.output, *self.numbers, **self.shape, CHUNK=self.chunk, BS=32,
-            num_warps=2,
+            num_warps=2, **self.early,
         )  # fmt: skip
 
     def _empty(self, *size: int) -> tuple[Tensor, Tensor]:

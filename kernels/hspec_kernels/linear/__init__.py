@@ -3,18 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from hspec_kernels.linear.chosen import TUNED_BLOCKS, Matrix
 from hspec_kernels.linear.quantized import Quantized, quantizable, quantize
 from hspec_kernels.linear.reference import linear_reference
+from hspec_kernels.mlp import silu_mul
+from hspec_kernels.pdl import NO_PDL, pdl_options
 from hspec_kernels.shapes import on_triton, power_of_two, stages
 
-__all__ = ["ROWS", "Quantized", "linear", "linear_reference", "quantizable", "quantize"]
+if TYPE_CHECKING:
+    from hspec_kernels.linear.kernel import Blocks
+
+__all__ = ["ROWS", "Quantized", "gated_linear", "linear", "linear_reference", "quantizable", "quantize"]
 
 ROWS = 512  # most rows that the kernels take; more are a prompt's, and cuBLAS's
 QUANTIZED_ROWS = 64  # the same of 4-bit weights
+SOON = 16  # rows up to which it pays to begin beside the kernel before: 5.5 ms for 4.6 with 32 (7B, H200)
 TILE = 64  # most rows of one program
 
 
@@ -26,32 +34,72 @@ def linear(
     x [..., K], weight [N, K], bias [N], residual [..., N] -> [..., N]
 
     A row's bits depend neither on the number of rows nor on the other rows: whatever the tiles, each sum is over the
-    inner dimension from its beginning to its end, 16 elements at a time. Of 4-bit weights that holds for up to `tile`
-    rows.
+    inner dimension from its beginning to its end, 16 elements at a time, or it is of few such sums, which depend on the
+    weight's shape. Of 4-bit weights that holds for up to `tile` rows.
     """
     rows = x.reshape(-1, x.shape[-1])
-    by_kernel = on_triton(x) and not (x.is_cuda and x.element_size() > 2)
+    if _by_kernel(rows, weight):
+        return _linear(rows, weight, bias, residual, tile).view(*x.shape[:-1], -1)
     if isinstance(weight, Tensor):
-        if by_kernel and len(rows) <= ROWS:
-            return _linear(rows, weight, bias, residual, tile).view(*x.shape[:-1], -1)
         return linear_reference(x, weight, bias, residual)
-    if by_kernel and len(rows) <= QUANTIZED_ROWS:
-        from hspec_kernels.linear.quantized_kernel import quantized_linear
-
-        tile = max(tile, power_of_two(len(rows)))
-        return quantized_linear(rows, weight, bias, residual, tile).view(*x.shape[:-1], -1)
     out = weight.linear(x, bias, _dequantize(x))
     return out if residual is None else out + residual
 
 
-def _linear(rows: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, tile: int) -> Tensor:
-    from hspec_kernels.linear.kernel import blocks, linear_kernel
+def gated_linear(x: Tensor, weight: Tensor | Quantized, bias: Tensor | None = None, tile: int = 16) -> Tensor:
+    """silu(gate) * up of [gate, up] = x weightᵀ + bias, to the bit as in two steps.
+
+    x [..., K], weight [2 F, K], bias [2 F] -> [..., F]
+    """
+    rows = x.reshape(-1, x.shape[-1])
+    if _by_kernel(rows, weight):
+        return _linear(rows, weight, bias, None, tile, gated=True).view(*x.shape[:-1], -1)
+    return silu_mul(linear(x, weight, bias, tile=tile))
+
+
+def _by_kernel(rows: Tensor, weight: Tensor | Quantized) -> bool:
+    most = ROWS if isinstance(weight, Tensor) else QUANTIZED_ROWS
+    return len(rows) <= most and on_triton(rows) and not (rows.is_cuda and rows.element_size() > 2)
+
+
+def _linear(
+    rows: Tensor,
+    weight: Tensor | Quantized,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    tile: int,
+    gated: bool = False,
+) -> Tensor:
+    """The product of rows [M, K] by kernels, [M, N] or, gated, [M, N / 2]."""
+    tile = max(tile, power_of_two(len(rows)))
+    if isinstance(weight, Quantized):
+        from hspec_kernels.linear.quantized_kernel import quantized_linear
+
+        return quantized_linear(rows, weight, bias, residual, tile, gated=gated)
+    return whole_linear(rows, weight, bias, residual, min(TILE, tile), gated=gated)
+
+
+def whole_linear(
+    rows: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    tile: int,
+    cut: Blocks | None = None,
+    gated: bool = False,
+) -> Tensor:
+    """The same of weights [N, K] in the type of the rows, by tiles of `tile` rows.
+
+    `cut` is for measurements; by default it is the one for the weight's shape, as tuned for this GPU if it was.
+    """
+    from hspec_kernels.linear.kernel import AHEAD, blocks, linear_kernel
 
     (count, inner), outputs = rows.shape, len(weight)
-    out = torch.empty(count, outputs, dtype=rows.dtype, device=rows.device)
-    tile = min(TILE, max(tile, power_of_two(count)))
-    block_n, block_k, warps, wanted = blocks(outputs, inner, tile)
-    linear_kernel[(-(-count // tile), -(-outputs // block_n))](
+    cut = cut or TUNED_BLOCKS.get(Matrix(rows.device, rows.dtype, None, outputs, inner, tile))
+    cut = cut or blocks(outputs, inner, tile)
+    out = torch.empty(count, outputs // 2 if gated else outputs, dtype=rows.dtype, device=rows.device)
+    step = cut.chains * cut.k
+    linear_kernel[(-(-count // tile), -(-outputs // cut.n))](
         rows,
         weight,
         bias if bias is not None else weight,
@@ -63,13 +111,17 @@ def _linear(rows: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor 
         rows.stride(0),
         weight.stride(0),
         BM=tile,
-        BN=block_n,
-        BK=block_k,
-        EVEN=inner % block_k == 0,
+        BN=cut.n,
+        BK=cut.k,
+        CHAINS=cut.chains,
+        LINES=AHEAD // cut.n,
+        EVEN=inner % step == 0,
         BIASED=bias is not None,
         ADDED=residual is not None,
-        num_warps=warps,
-        num_stages=stages((tile + block_n) * block_k * rows.element_size(), wanted, rows.device),
+        GATED=gated,
+        num_warps=cut.warps,
+        num_stages=stages((tile + cut.n) * step * rows.element_size(), cut.stages, rows.device),
+        **(pdl_options(rows.device) if tile <= SOON else NO_PDL),
     )
     return out
 

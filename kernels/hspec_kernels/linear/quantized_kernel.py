@@ -9,12 +9,18 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from hspec_kernels.linear.chosen import TUNED_LAUNCHES, Matrix
 from hspec_kernels.linear.quantized import NF4, Quantized
 from hspec_kernels.linear.quantized_ptx import affine, permute
+from hspec_kernels.mlp import silu_mul
+from hspec_kernels.mlp.kernel import silu_times
+from hspec_kernels.pdl import pdl_options
+from hspec_kernels.pdl.kernel import await_earlier, prefetch
 from hspec_kernels.shapes import shared_memory
 
 DECODE = {"nf4": "pairs", "int4": "fma"}  # how codes are widened on a GPU
 JOIN = 512  # elements of the output that a program of `join_kernel` sums
+AHEAD = 128  # pieces of a line, of codes that a program asks for before it waits for the kernel before it
 
 
 class Launch(NamedTuple):
@@ -125,18 +131,24 @@ def quantized_linear_kernel(
     STAGES: tl.constexpr,
     EVEN: tl.constexpr,
     SPLIT: tl.constexpr,
+    LINES: tl.constexpr,
     BIASED: tl.constexpr,
     ADDED: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     BLOCK: tl.constexpr = 128 if INT4 else 64  # elements of a row that are decoded together
     o_m, o_n = tl.arange(0, BM), tl.program_id(0) * BN + tl.arange(0, BN)
     o_w = tl.arange(0, 32)  # 16-bit words, or bytes, that hold the codes of a block
     o_k = tl.arange(0, 32 if INT4 else 64)
     rows, outputs = o_m < M, o_n < N
-    p_codes += o_n[:, None].to(tl.int64) * s_row + o_w[None, :]
+    p_codes += tl.minimum(o_n, N - 1)[:, None].to(tl.int64) * s_row
+    first = tl.program_id(1) * PART
+    ahead = first // BLOCK + tl.arange(0, LINES) * (1 if INT4 else 4)  # blocks of 64 bytes and of 32
+    prefetch(p_codes + tl.minimum(ahead, (K - 1) // BLOCK)[None, :].to(tl.int64) * s_block, PDL)
+    await_earlier(PDL)
+    p_codes += o_w[None, :]
     p_x += o_m[:, None] * s_x + o_k[None, :]
     acc = tl.zeros([BN, BM] if SWAP else [BM, BN], tl.float32)
-    first = tl.program_id(1) * PART
     for start in tl.range(first, tl.minimum(first + PART, K), BK, num_stages=STAGES):
         for j in tl.static_range(BK // BLOCK):
             k = start + j * BLOCK
@@ -179,6 +191,17 @@ def quantized_linear_kernel(
 
 
 @triton.jit
+def sum_of_parts(p_parts, p_bias, at, inside, SIZE, N, SPLIT: tl.constexpr, BIASED: tl.constexpr):
+    """Elements `at` of the product plus bias, of SPLIT parts of SIZE elements each."""
+    acc = tl.zeros(at.shape, tl.float32)
+    for i in tl.static_range(SPLIT):
+        acc += tl.load(p_parts + i * SIZE.to(tl.int64) + at, mask=inside, other=0.0)
+    if BIASED:
+        acc += tl.load(p_bias + at % N, mask=inside, other=0.0).to(tl.float32)
+    return acc
+
+
+@triton.jit
 def join_kernel(
     p_parts,
     p_bias,
@@ -190,14 +213,21 @@ def join_kernel(
     B: tl.constexpr,
     BIASED: tl.constexpr,
     ADDED: tl.constexpr,
+    GATED: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     at = tl.program_id(0) * B + tl.arange(0, B)
-    inside = at < SIZE
-    acc = tl.zeros([B], tl.float32)
-    for i in tl.static_range(SPLIT):
-        acc += tl.load(p_parts + i * SIZE.to(tl.int64) + at, mask=inside, other=0.0)
-    if BIASED:
-        acc += tl.load(p_bias + at % N, mask=inside, other=0.0).to(tl.float32)
+    await_earlier(PDL)
+    if GATED:
+        F = N // 2
+        inside = at < SIZE // 2
+        o_gate = at // F * N + at % F
+        gate = sum_of_parts(p_parts, p_bias, o_gate, inside, SIZE, N, SPLIT, BIASED).to(p_out.dtype.element_ty)
+        up = sum_of_parts(p_parts, p_bias, o_gate + F, inside, SIZE, N, SPLIT, BIASED).to(p_out.dtype.element_ty)
+        acc = silu_times(gate, up)
+    else:
+        inside = at < SIZE
+        acc = sum_of_parts(p_parts, p_bias, at, inside, SIZE, N, SPLIT, BIASED)
     if ADDED:
         acc += tl.load(p_add + at, mask=inside, other=0.0).to(tl.float32)
     tl.store(p_out + at, acc, mask=inside)
@@ -270,18 +300,24 @@ def quantized_linear(
     residual: Tensor | None,
     tile: int,
     launch: Launch | None = None,
+    gated: bool = False,
 ) -> Tensor:
     """rows [M, K] times the dequantized weight [N, K], transposed, plus bias [N] and residual [M, N]; M at most `tile`.
 
-    `launch` is for measurements; by default it is the one for the weight's shape.
+    `gated`: [M, N / 2], silu of the first half of the product times the second. `launch` is for measurements; by
+    default it is the one for the weight's shape, as tuned for this GPU if it was.
     """
     rows, (count, inner), outputs, int4 = rows.contiguous(), rows.shape, weight.shape[0], weight.kind == "int4"
+    launch = launch or TUNED_LAUNCHES.get(Matrix(rows.device, rows.dtype, weight.kind, outputs, inner, tile))
     launch = launch or launch_for(weight.kind, outputs, inner, tile)
+    if gated and launch.split == 1:
+        return silu_mul(quantized_linear(rows, weight, bias, residual, tile, launch))
     decode = (launch.decode or DECODE[weight.kind]) if rows.is_cuda else "plain"
     codes, scales, strides = _words(weight)
-    out = torch.empty(count, outputs, dtype=rows.dtype, device=rows.device)
-    added = residual.contiguous() if residual is not None else out
     joined = launch.split > 1
+    early = pdl_options(rows.device)
+    out = torch.empty(count, outputs // 2 if gated else outputs, dtype=rows.dtype, device=rows.device)
+    added = residual.contiguous() if residual is not None else out
     parts = torch.empty(launch.split, count, outputs, device=rows.device) if joined else out
     quantized_linear_kernel[(-(-outputs // launch.n), launch.split)](
         rows,
@@ -306,9 +342,11 @@ def quantized_linear(
         STAGES=stages_that_fit(launch, tile, shared_memory(rows.device)),
         EVEN=inner % launch.k == 0,
         SPLIT=launch.split,
+        LINES=max(1, AHEAD // launch.n),
         BIASED=bias is not None and not joined,
         ADDED=residual is not None and not joined,
         num_warps=launch.warps,
+        **early,
     )
     if joined:
         join_kernel[(-(-out.numel() // JOIN),)](
@@ -316,11 +354,13 @@ def quantized_linear(
             bias if bias is not None else rows,
             added,
             out,
-            out.numel(),
+            count * outputs,
             outputs,
             SPLIT=launch.split,
             B=JOIN,
             BIASED=bias is not None,
             ADDED=residual is not None,
+            GATED=gated,
+            **early,
         )
     return out

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from hspec_kernels.mlp.reference import silu_mul_reference
+from hspec_kernels.pdl import pdl_options
 from hspec_kernels.shapes import on_triton
 
 __all__ = ["silu_mul", "silu_mul_reference"]
@@ -19,5 +20,6 @@ def silu_mul(stacked: Tensor) -> Tensor:
 
     size = stacked.shape[-1] // 2
     out = torch.empty(*stacked.shape[:-1], size, dtype=stacked.dtype, device=stacked.device)
-    silu_mul_kernel[(out.numel() // size, -(-size // BLOCK))](stacked.contiguous(), out, size, B=BLOCK)
+    grid = (out.numel() // size, -(-size // BLOCK))
+    silu_mul_kernel[grid](stacked.contiguous(), out, size, B=BLOCK, **pdl_options(out.device))
     return out

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from hspec_kernels.pdl import pdl_options
 from hspec_kernels.rope.reference import rope_append_reference
 from hspec_kernels.shapes import on_triton, power_of_two
 
@@ -60,5 +61,6 @@ def rope_append(
         BH=power_of_two(dim // 2),
         NORMED=norms is not None,
         num_warps=1,
+        **pdl_options(stacked.device),
     )
     return query

@@ -3,6 +3,8 @@
 import triton
 import triton.language as tl
 
+from hspec_kernels.pdl.kernel import await_earlier
+
 
 @triton.jit
 def rope_append_kernel(
@@ -29,6 +31,7 @@ def rope_append_kernel(
     D: tl.constexpr,
     BH: tl.constexpr,
     NORMED: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     i_row = tl.program_id(0).to(tl.int64)
     i_h = tl.program_id(1)
@@ -37,6 +40,7 @@ def rope_append_kernel(
     half: tl.constexpr = D // 2
     inside = o_d < half
     p_x += (i_row * (H + 2 * HK) + i_h) * D + o_d
+    await_earlier(PDL)
     low = tl.load(p_x, mask=inside, other=0.0).to(tl.float32)
     high = tl.load(p_x + half, mask=inside, other=0.0).to(tl.float32)
     slot, at = tl.load(p_slot + i_b), tl.load(p_first + i_b) + r

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from hspec_kernels.pdl import pdl_options
 from hspec_kernels.sample.reference import choose_reference, filtered, gumbel, mix, stream
 from hspec_kernels.shapes import on_triton, power_of_two
 
@@ -53,8 +54,9 @@ def _choose(logits: Tensor, options: Tensor, streams: Tensor, positions: Tensor,
     fronts = scratch(tiles, FRONT), scratch(tiles, FRONT), scratch(tiles, FRONT, dtype=torch.int32)
     chain = scratch(CHAIN, tiles), scratch(CHAIN, dtype=torch.int32), scratch(dtype=torch.int32)
     grid, noise = (tiles, rows), (streams, positions)
+    early = pdl_options(logits.device)
 
-    kernel.maxima_kernel[grid](logits, whole, step, size, TILE=TILE, BLOCK=BLOCK, num_warps=8)
+    kernel.maxima_kernel[grid](logits, whole, step, size, TILE=TILE, BLOCK=BLOCK, num_warps=8, **early)
     kernel.level_kernel[(rows,)](
         logits,
         whole,
@@ -70,14 +72,15 @@ def _choose(logits: Tensor, options: Tensor, streams: Tensor, positions: Tensor,
         HEAD=HEAD,
         TILE=TILE,
         num_warps=16,
+        **early,
     )
     kernel.front_kernel[grid](
-        logits, options, *noise, level, total, count, *fronts, step, size, TILE=TILE, FRONT=FRONT, num_warps=8
+        logits, options, *noise, level, total, count, *fronts, step, size, TILE=TILE, FRONT=FRONT, num_warps=8, **early
     )
     shape = {"TILE": TILE, "BT": power_of_two(tiles), "CHAIN": CHAIN}
     kernel.mass_kernel[grid](
-        logits, options, level, count, *fronts, *chain, step, size, **shape, FRONT=FRONT, num_warps=8
+        logits, options, level, count, *fronts, *chain, step, size, **shape, FRONT=FRONT, num_warps=8, **early
     )
     kernel.choose_kernel[(rows,)](
-        logits, options, *noise, level, total, *chain, tokens, step, size, tiles, **shape, num_warps=8
+        logits, options, *noise, level, total, *chain, tokens, step, size, tiles, **shape, num_warps=8, **early
     )

@@ -18,6 +18,8 @@ Sums are over tiles at fixed places, in a fixed order: a row's choice has nothin
 import triton
 import triton.language as tl
 
+from hspec_kernels.pdl.kernel import await_earlier
+
 COLDEST = tl.constexpr(1e-30)
 WEYL = tl.constexpr(0x9E3779B97F4A7C15)
 MIX1 = tl.constexpr(0xBF58476D1CE4E5B9)
@@ -122,8 +124,9 @@ def kth_largest_of_row(p_row, V, k, TILE: tl.constexpr):
 
 
 @triton.jit
-def maxima_kernel(p_x, p_max, s_x, V, TILE: tl.constexpr, BLOCK: tl.constexpr):
+def maxima_kernel(p_x, p_max, s_x, V, TILE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
     """Largest logit of each block; +inf where one is no number."""
+    await_earlier(PDL)
     i_t = tl.program_id(0)
     i_n = tl.program_id(1).to(tl.int64)
     o_b = tl.arange(0, TILE // BLOCK)
@@ -148,8 +151,10 @@ def level_kernel(
     BLOCK: tl.constexpr,
     HEAD: tl.constexpr,
     TILE: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """A row's largest logit and the floor of top-k, scaled. The largest is +inf where the choice is made here."""
+    await_earlier(PDL)
     i_n = tl.program_id(0).to(tl.int64)
     p_row = p_x + i_n * s_x
     wanted = tl.load(p_option + 2)
@@ -205,11 +210,13 @@ def front_kernel(
     V,
     TILE: tl.constexpr,
     FRONT: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """A tile's mass above the floor of top-k; its candidates, by falling score and rising logit.
 
     Their count is FRONT + 1 where there are more of them than FRONT.
     """
+    await_earlier(PDL)
     i_t = tl.program_id(0)
     i_n = tl.program_id(1).to(tl.int64)
     top, floor = tl.load(p_level + 2 * i_n), tl.load(p_level + 2 * i_n + 1)
@@ -255,8 +262,10 @@ def mass_kernel(
     BT: tl.constexpr,
     FRONT: tl.constexpr,
     CHAIN: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """The row's candidates, joined from its tiles' by every program; for each the tile's mass of larger logits."""
+    await_earlier(PDL)
     i_t = tl.program_id(0)
     i_n = tl.program_id(1).to(tl.int64)
     tiles = tl.num_programs(0)
@@ -308,8 +317,10 @@ def choose_kernel(
     TILE: tl.constexpr,
     BT: tl.constexpr,
     CHAIN: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """The first of a row's candidates that is in the nucleus; beyond those listed, the row is read for each."""
+    await_earlier(PDL)
     i_n = tl.program_id(0).to(tl.int64)
     top, floor = tl.load(p_level + 2 * i_n), tl.load(p_level + 2 * i_n + 1)
     if top < float("inf"):

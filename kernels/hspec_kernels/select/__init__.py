@@ -125,7 +125,8 @@ def gather_chunks(
 ) -> None:
     """Copy chunks index[b, h] of each head, one behind the other, to the start of the same slot of another store.
 
-    keys, values         [S, HK, C, D]     on the device, or in pinned host memory, which is then read where it is
+    keys, values         [S, HK, C, D]     on the device, or in pinned host memory, which is then read where it is; or
+                                           [S, U, HK, T, D], units of T tokens, a multiple of `chunk`
     index                [B, HK, N]        int64 numbers of chunks; -1 leaves the place as it is
     slots                [B]               int64
     out_keys, out_values [S', HK, C', D]   C' >= N * chunk
@@ -136,7 +137,7 @@ def gather_chunks(
     from hspec_kernels.select.kernel import gather_kernel
 
     batch, kv_heads, wanted = index.shape
-    dim = keys.shape[3]
+    dim, unit = keys.shape[-1], keys.shape[3] if keys.dim() == 5 else 0
     index = index if index.stride(2) == 1 else index.contiguous()
     gather_kernel[(-(-wanted * chunk // COPIED), kv_heads, batch)](
         keys,
@@ -145,15 +146,22 @@ def gather_chunks(
         slots,
         out_keys,
         out_values,
-        *keys.stride()[:3],
-        *values.stride()[:3],
+        *_strides(keys),
+        *_strides(values),
         *index.stride()[:2],
         *out_keys.stride()[:3],
         *out_values.stride()[:3],
         wanted,
         CHUNK=chunk,
+        UNIT=unit,
         D=dim,
         BD=power_of_two(dim),
         BT=COPIED,
         num_warps=4,
     )
+
+
+def _strides(store: Tensor) -> tuple[int, ...]:
+    """From one sequence, unit, head and token of a store to the next."""
+    strides = store.stride()[:-1]
+    return strides if len(strides) == 4 else (strides[0], 0, *strides[1:])

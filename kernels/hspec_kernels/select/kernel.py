@@ -120,9 +120,11 @@ def gather_kernel(
     p_out_k,
     p_out_v,
     s_ks,
+    s_ku,
     s_kh,
     s_kt,
     s_vs,
+    s_vu,
     s_vh,
     s_vt,
     s_ib,
@@ -135,6 +137,7 @@ def gather_kernel(
     s_ovt,
     N,
     CHUNK: tl.constexpr,
+    UNIT: tl.constexpr,
     D: tl.constexpr,
     BD: tl.constexpr,
     BT: tl.constexpr,
@@ -148,9 +151,13 @@ def gather_kernel(
     chunk = tl.load(p_index + i_b * s_ib + i_h * s_ih + n, mask=n < N, other=-1)
     mask = (chunk >= 0)[:, None] & (o_d < D)[None, :]
     at = (chunk * CHUNK + o_t % CHUNK)[:, None]
+    unit = at * 0
+    if UNIT > 0:
+        unit = at // UNIT
+        at = at % UNIT
     to = o_t[:, None].to(tl.int64)
     slot = tl.load(p_slot + i_b)
-    k = tl.load(p_k + slot * s_ks + i_h * s_kh + at * s_kt + o_d[None, :], mask=mask)
-    v = tl.load(p_v + slot * s_vs + i_h * s_vh + at * s_vt + o_d[None, :], mask=mask)
+    k = tl.load(p_k + slot * s_ks + unit * s_ku + i_h * s_kh + at * s_kt + o_d[None, :], mask=mask)
+    v = tl.load(p_v + slot * s_vs + unit * s_vu + i_h * s_vh + at * s_vt + o_d[None, :], mask=mask)
     tl.store(p_out_k + slot * s_oks + i_h * s_okh + to * s_okt + o_d[None, :], k, mask=mask)
     tl.store(p_out_v + slot * s_ovs + i_h * s_ovh + to * s_ovt + o_d[None, :], v, mask=mask)

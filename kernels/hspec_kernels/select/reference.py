@@ -48,6 +48,8 @@ def gather_chunks_reference(
     keys: Tensor, values: Tensor, index: Tensor, slots: Tensor, out_keys: Tensor, out_values: Tensor, chunk: int
 ) -> None:
     """What `gather_chunks` does."""
+    if keys.dim() == 5:
+        keys, values = (units.transpose(1, 2).flatten(2, 3) for units in (keys, values))
     for ours, slot in zip(index, slots.tolist(), strict=True):
         for head, chosen in enumerate(ours):
             n = (chosen >= 0).nonzero()[:, :1]

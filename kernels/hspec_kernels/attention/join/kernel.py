@@ -3,6 +3,8 @@
 import triton
 import triton.language as tl
 
+from hspec_kernels.pdl.kernel import await_earlier
+
 
 @triton.jit
 def tail_bounds(block, i_b, SPLIT: tl.constexpr):
@@ -48,10 +50,12 @@ def merge_kernel(
     SPLIT: tl.constexpr,
     CHUNK: tl.constexpr,
     PREFIX_SPLIT: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """Join the parts of one packed row, BS at a time in order: a split that is not there weighs nothing."""
     i_m = tl.program_id(0)
     i_bh = tl.program_id(1)
+    await_earlier(PDL)
     i_b = (i_bh // HK).to(tl.int64)
     i_h = i_bh % HK
     first, low, origin = tail_bounds(block, i_b, SPLIT)

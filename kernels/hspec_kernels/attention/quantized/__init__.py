@@ -62,13 +62,18 @@ class QuantizedKV:
 
     def fill(self, keys: Tensor, values: Tensor, slot: int, start: int, stop: int) -> None:
         """Quantize groups `start` to `stop` - 1 of sequence `slot` of a store [S, HK, C, D] into the same places."""
+        span = slice(start * GROUP, stop * GROUP)
+        self.put(keys[slot, :, span], values[slot, :, span], slot, start)
+
+    def put(self, keys: Tensor, values: Tensor, slot: int, start: int) -> None:
+        """Quantize whole groups of tokens [HK, n * 128, D] into sequence `slot` from group `start` on."""
+        stop = start + keys.shape[1] // GROUP
         if start >= stop:
             return
-        ours = [store[slot, :, start * GROUP : stop * GROUP] for store in (keys, values)]
         if on_triton(keys):
-            self._fill(ours[0], ours[1], slot, start, stop)
+            self._fill(keys, values, slot, start, stop)
             return
-        found = quantize_reference(ours[0], ours[1], self.bits, self.key_scales.dtype)
+        found = quantize_reference(keys, values, self.bits, self.key_scales.dtype)
         for place, tensor in zip(self.part(slot, start, stop), found, strict=True):
             place.copy_(tensor)
 

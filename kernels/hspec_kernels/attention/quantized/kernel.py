@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 
 from hspec_kernels.attention.kernel import load_rows, store_mean, store_weight, tail_part
+from hspec_kernels.pdl.kernel import await_earlier
 
 
 def assembly(magic: int, shift: int) -> str:
@@ -176,12 +177,14 @@ def coded_kernel(
     LANES: tl.constexpr,
     ASM: tl.constexpr,
     PTX: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """One part: of the copy for the first `prefixes` of a head's `count` parts, then of the tail's slots."""
     i_m = tl.program_id(0)
     i_s = tl.program_id(1)
     i_bh = tl.program_id(2)
     base = (i_bh.to(tl.int64) * count + i_s) * (rows * G)
+    await_earlier(PDL)
     if i_s < prefixes:
         coded_part(
             block, codes, parts, scale, rows, base, i_s, i_m, i_bh, C,
