@@ -22,7 +22,7 @@ types: $(VENV)/dev
 	$(BIN)/mypy
 
 unit: $(VENV)/dev
-	$(BIN)/pytest
+	OMP_NUM_THREADS=1 $(BIN)/pytest --numprocesses auto --maxprocesses 8
 
 long: $(VENV)/dev
 	$(BIN)/pytest -m long

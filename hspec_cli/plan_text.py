@@ -36,7 +36,7 @@ BRIEFLY = {
     "split": "streamed and on the CPU",
 }
 TERMS = ("pcie", "stall", "memory", "compute", "cpu", "dram", "disk", "overhead")
-HEADS = ("PCIe", "stall", "GPU mem", "compute", "CPU", "DRAM", "disk", "other")
+HEADS = ("PCIe", "stall", "GPU", "compute", "CPU", "DRAM", "disk", "other")
 
 
 def text(plan: Plan, model: ModelShape, hints: Sequence[str]) -> str:
