@@ -23,7 +23,7 @@ from hspec_decoding.events import (
     Report,
     Round,
 )
-from hspec_decoding.inventory import Traffic, placed
+from hspec_decoding.inventory import Traffic, layer_of, placed
 from hspec_decoding.launches import tune_launches
 from hspec_decoding.levels import ModelLevel, Tally, count
 from hspec_decoding.load import choose_stacks, load_decoder, worthwhile
@@ -170,7 +170,8 @@ class Engine:
 
     def in_flight(self) -> int | None:
         """The layer whose weights, keys or values are being carried to the GPU; another thread may ask."""
-        return None
+        key = self.target.ring.in_flight() if self.target.ring else None
+        return layer_of(key) if isinstance(key, tuple) else None
 
     def report(self) -> Report:
         """Numbers of the running or last `generate`."""
@@ -303,7 +304,7 @@ class Engine:
         for n, level in enumerate(self.levels.proposers):
             if isinstance(level, ModelLevel):
                 first = any(chain[:1] == (n,) for chain in self.levels.chains)
-                for rows in (16, 4, 1) if first else (32, 16, 4):
+                for rows in (16, 4, 1) if first else (1, 32, 16, 4):
                     seconds = level.rehearse(texts, rows)
                 if seconds is not None:
                     self.tuner.cost[n] = Average(seconds, 1)

@@ -116,6 +116,12 @@ def _resident() -> int:
         return int(statm.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
+def layer_of(key: tuple[object, ...]) -> int:
+    """The layer that an item of the ring belongs to: ("kv", 7, ...) or ("weights", "model.layers.7.mlp.", ...)."""
+    kind, where = key[:2]
+    return int(str(where).split(".")[2]) if kind == "weights" else int(str(where))
+
+
 class Traffic:
     """Bytes that levels read, from the passes that they took. All of them run on one device."""
 

@@ -25,6 +25,7 @@ from torch import Tensor
 
 ALIGNED = 256  # bytes
 PIECE = 64 << 20  # bytes of one copy: the next one may have to wait for the room that it writes to
+UNDER_WAY = 4096  # copies that are remembered until somebody asks
 GROWTH = 4  # room kept for the next contents of what does not last: a quarter more
 
 
@@ -98,6 +99,7 @@ class Ring:
         self._ready: deque[_Slot] = deque()  # not taken yet
         self._used: deque[_Slot] = deque()  # taken, and not yet written over
         self._unfilled: deque[_Slot] = deque()  # of those ready: with pieces to copy, but for what does not last yet
+        self._under_way: deque[tuple[Hashable, torch.cuda.Event]] = deque(maxlen=UNDER_WAY)  # keys, ends of copies
         self._begun: torch.cuda.Event | None = None  # what the current stream had to do before this pass
 
     def follow(self, items: Sequence[Item]) -> None:
@@ -162,6 +164,13 @@ class Ring:
         while self._filled() and self._put < 2 * len(self._items):
             if not self._reserve(self._items[self._put % len(self._items)]):
                 return
+
+    def in_flight(self) -> Hashable | None:
+        """The key of the item that is crossing at this moment; another thread may ask."""
+        while self._under_way and self._under_way[0][1].query():  # type: ignore[no-untyped-call]
+            self._under_way.popleft()
+        first = next(iter(self._under_way.copy()), None)
+        return first and first[0]
 
     def forget(self) -> None:
         """Drop what was put ahead: contents that lasted have changed. Only between passes."""
@@ -248,6 +257,7 @@ class Ring:
                     slot.pieces.popleft()
                 if self._stream is not None:
                     slot.copied = self._stream.record_event()
+                    self._under_way.append((slot.item.key, slot.copied))
             self._unfilled.popleft()
         return True
 

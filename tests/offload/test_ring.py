@@ -236,6 +236,10 @@ class FakeStream:
 @dataclass
 class FakeEvent:
     name: str
+    over: bool = False
+
+    def query(self) -> bool:
+        return self.over
 
 
 @dataclass
@@ -276,6 +280,22 @@ def on_fake_gpu(nbytes: int) -> Ring:
     made.device = torch.device("cuda", 0)
     made._stream = torch.cuda.Stream(made.device)  # type: ignore[no-untyped-call]
     return made
+
+
+def test_what_is_crossing(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first item whose copy is not over, whatever was enqueued behind it."""
+    events: list[FakeEvent] = []
+    record = FakeStream.record_event
+    monkeypatch.setattr(FakeStream, "record_event", lambda self: events.append(record(self)) or events[-1])
+    ring = on_fake_gpu(16 * ALIGNED)
+    assert ring.in_flight() is None
+    ring.follow([item(n, ALIGNED) for n in range(3)])
+    assert ring.in_flight() == 0
+    events[0].over = events[1].over = True
+    assert ring.in_flight() == 2
+    for event in events:
+        event.over = True
+    assert ring.in_flight() is None
 
 
 def test_the_order_of_waits(cuda: FakeCuda) -> None:
