@@ -306,6 +306,11 @@ class SmallDecoder(Decoder):
         head = self._whole.head
         return Linear(head, None).quantized(self._form).weight if all(self._small) else head
 
+    def make(self) -> None:
+        """Make the copy now, if it is not there."""
+        assert self.layers
+        assert self.head is not None
+
     @property
     def made(self) -> bool:
         """Whether the copy is there."""

@@ -282,7 +282,8 @@ def on_fake_gpu(nbytes: int) -> Ring:
     return made
 
 
-def test_what_is_crossing(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("cuda")
+def test_what_is_crossing(monkeypatch: pytest.MonkeyPatch) -> None:
     """The first item whose copy is not over, whatever was enqueued behind it."""
     events: list[FakeEvent] = []
     record = FakeStream.record_event
