@@ -136,6 +136,12 @@ class Parts:
                 self._graph(decoder)
         self.give_back()
 
+    def complete(self) -> None:
+        """Make what `make_room` dropped, once prompts have been read."""
+        for decoder in self.quantized.values():
+            if isinstance(decoder, SmallDecoder):
+                decoder.make()
+
     def give_back(self) -> None:
         """Where memory is planned to the last bytes, none of it lies idle in pieces of the wrong size."""
         if self.offloaded and self.target.device.type == "cuda":
