@@ -7,9 +7,10 @@ speculation is used only while it is measured to be faster.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from operator import itemgetter
 
 from hspec_offload.speculation import WIDTHS
 
@@ -92,9 +93,11 @@ class Tuner:
             self.yields[level] = Average(1.0, 1.0)
         self.chains = self.chains or [tuple(range(len(self.sequential)))]
         self._parts = list(dict.fromkeys(chain[:n] for chain in self.chains for n in range(1, len(chain) + 1)))
+        self._worked_out: dict[object, float] = {}  # from the measurements of this round
 
     def plan(self) -> Plan:
         """What to do in the next round."""
+        self._worked_out.clear()
         if not self.sequential:
             return PLAIN
         if not self.adapt:
@@ -114,6 +117,7 @@ class Tuner:
 
     def learn(self, plan: Plan, used: Sequence[Used], drafted: int, target_seconds: float) -> None:
         """Enter a round: what each used level did, the tokens given to the target, its seconds."""
+        self._worked_out.clear()
         self.rounds += 1
         self.plain_rounds += not plan.levels
         self.used[plan.levels] = self.used.get(plan.levels, 0) + 1
@@ -162,16 +166,20 @@ class Tuner:
 
     def _best(self, chain: tuple[int, ...]) -> Plan:
         """The best widths of a chain. Below the top a level's best width is that of the cheapest token handed up."""
-        widths: tuple[int, ...] = ()
+        widths: list[int] = []
+        seconds, brought = 0.0, 1.0  # of a block of the level below
         for place, level in enumerate(chain):
-            choices = [Plan(chain[: place + 1], (*widths, width)) for width in self._widths(level)]
-            by = partial(self._rate_below, chain[place + 1]) if place + 1 < len(chain) else self.rate
-            widths = max(choices, key=by).widths
-        return Plan(chain, widths)
-
-    def _rate_below(self, above: int, plan: Plan) -> float:
-        """Tokens a second of the level `above` that works on what this plan's levels propose."""
-        return self.tokens(plan) / (self.cost[above].mean + self._seconds_below(plan))
+            above = self.cost[chain[place + 1]].mean if place + 1 < len(chain) else None
+            step = self.cost[level].mean + seconds
+            tried = []
+            for width in self._widths(level):
+                spent = step * width / brought if self.sequential[level] else step
+                checked = self._target_seconds(width) if above is None else above
+                tried.append((self._brings(level, width) / (checked + spent), width, spent))
+            _, width, seconds = max(tried, key=itemgetter(0))
+            brought = self._brings(level, width)
+            widths.append(width)
+        return Plan(chain, tuple(widths))
 
     def _widths(self, level: int) -> Sequence[int]:
         fixed = self.fixed[level]
@@ -199,7 +207,17 @@ class Tuner:
     def _guess(self, level: int) -> float:
         return self.guesses[level] if self.guesses else GUESSED
 
+    def _once(self, key: object, work: Callable[[], float]) -> float:
+        """What `work` comes to; the search asks for the same again and again."""
+        found = self._worked_out.get(key)
+        if found is None:
+            self._worked_out[key] = found = work()
+        return found
+
     def _brings(self, level: int, width: int) -> float:
+        return self._once((level, width), partial(self._brought, level, width))
+
+    def _brought(self, level: int, width: int) -> float:
         hope = HOPE * (1 - self._guess(level)) * GUESS / (GUESS + self.seen.get(level, 0))
         kept = min(self.acceptance[level].mean + hope, 0.999)
         whole = (1 - kept ** (width + 1)) / (1 - kept)
@@ -216,6 +234,9 @@ class Tuner:
         return seconds
 
     def _target_seconds(self, drafted: int) -> float:
+        return self._once(drafted, partial(self._seconds_of_target, drafted))
+
+    def _seconds_of_target(self, drafted: int) -> float:
         """Between the nearest widths measured; the time of a block is taken to grow evenly."""
         below = max((n for n in self.target if n <= drafted), default=None)
         above = min((n for n in self.target if n >= drafted), default=None)
