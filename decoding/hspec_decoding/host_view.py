@@ -143,6 +143,11 @@ class HostView(FullView):
 
     store: HostKV
 
+    def room(self, text: Text) -> int:
+        """Where the CPU attends, a pass stays within a unit too: what is the CPU's follows from where row 0 stands."""
+        room, unit = super().room(text), self.store.unit
+        return min(room, unit - 1 - (len(text) - 1) % unit) if self.store.cpu_share else room
+
     def begin(self, texts: Sequence[Text], rows: int, live: Sequence[int] | None = None) -> Pass:
         for text in texts:
             self.store.settle(text.slot, len(self.held[text.slot]))

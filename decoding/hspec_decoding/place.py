@@ -25,6 +25,7 @@ from hspec_profiles.memory import usable_ram
 from hspec_profiles.profile import HostProfile
 
 SPARSE = ("retrieval", "streaming")  # views of a part of the keys
+ATTENDED = 16  # rows at least that a CPU attends to: as many have the same bits wherever they stand among them
 
 
 @dataclass(frozen=True)
@@ -147,12 +148,13 @@ def planned_stacks(plan: Plan, settings: Settings, context: int, *, draft: bool)
 
 
 def planned_shape(plan: Plan | None, shape: Shape) -> Shape:
-    """The shape of the last verifier's pass: where a plan wants longer blocks than add up in one order, all are padded
-    to as many rows, which costs next to nothing while bytes cross the bus.
+    """The shape of the last verifier's pass: where a plan wants longer blocks than add up in one order, or has the CPU
+    attend, whose sums always depend on the rows, all are padded to as many rows. While bytes cross the bus that costs
+    next to nothing.
     """
-    if plan is None or plan.resident or shape.padded or plan.block <= shape.rows:
+    if plan is None or plan.resident or shape.padded or (plan.block <= shape.rows and not plan.cpu_share):
         return shape
-    return replace(shape, rows=plan.block, padded=True)
+    return replace(shape, rows=max(plan.block, ATTENDED), padded=True)
 
 
 def _bare(stack: Stack) -> Stack:

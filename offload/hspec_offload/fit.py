@@ -63,7 +63,7 @@ def does_not_fit(
     longest = largest_context(profile, model, work, limits, copies)
     asks = [Ask(machine, model, work, limits) for machine in machines(profile, model.kv_heads, limits.gpus)]
     if not any(all(spans(ask, copies)) for ask in asks):
-        return UsageError(_contradiction(limits, copies), "drop one of the two")
+        return UsageError(_contradiction(model, limits, copies), "drop one of the two")
     device = min((_shortage(ask, copies) for ask in asks), key=lambda device: device.used - device.available)
     terms = sorted(device.terms, key=lambda term: -term.nbytes)[:3]
     needs = ", ".join(f"{term.name} {human(term.nbytes)}" for term in terms)
@@ -74,10 +74,12 @@ def does_not_fit(
     return DoesNotFit(message, _helps(limits, device, longest, named=copies != Copies()))
 
 
-def _contradiction(limits: Limits, copies: Copies) -> str:
+def _contradiction(model: ModelShape, limits: Limits, copies: Copies) -> str:
     """What keeps on the GPU what the limits put elsewhere, or the other way round."""
     if copies.needs_weights or copies.needs_keys:
         why = "these levels read the GPU's memory alone"
+    elif model.slides and limits.kv_device == "cpu":
+        why = f"KV of the sliding windows of {model.name} stays on the GPU"
     elif limits.offload in ("weights", "kv"):
         why = f"`--offload-kind {limits.offload}` leaves all else on the GPU"
     else:

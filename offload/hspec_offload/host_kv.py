@@ -99,9 +99,9 @@ class HostKV:
         return self.origins[slot] if self.away[layer] else 0
 
     def by_cpu(self, slot: int) -> int:
-        """Leading units of a sequence that the CPU attends to: whole runs, the same whatever a pass is for."""
+        """Leading units of a sequence that the CPU attends to: whole runs or all, the same whatever a pass is for."""
         units = self.origins[slot] // self.unit
-        return units if self.cpu_share >= 1 else round(units * self.cpu_share / self.run) * self.run
+        return units if self.cpu_share >= 1 else min(units, round(units * self.cpu_share / self.run) * self.run)
 
     def carried(self, layer: int, slot: int) -> list[Carried]:
         """What a pass takes from the ring of one sequence, in order."""

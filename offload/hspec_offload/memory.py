@@ -231,13 +231,14 @@ def _most(fits: Callable[[int], bool], span: range, top: int) -> int | None:
 
 
 def spans(ask: Ask, copies: Copies) -> tuple[range, range]:
-    """How many layers may have their weights, and how many their KV, on the GPU."""
+    """How many layers may have their weights, and how many their KV, on the GPU. That of sliding windows stays."""
     layers, limits = ask.model.layers, ask.limits
+    stay = copies.needs_keys or ask.model.slides or limits.offload in ("none", "weights")
     least = layers if copies.needs_weights or limits.offload in ("none", "kv") else 0
     if copies.small:
         least = max(least, layers - copies.small)
     weights = range(least, layers + 1)
-    keys = range(layers if copies.needs_keys or limits.offload in ("none", "weights") else 0, layers + 1)
+    keys = range(layers if stay else 0, layers + 1)
     if limits.gpu_layers is not None:
         weights = _only(min(limits.gpu_layers, layers), weights)
     if limits.kv_device is not None:

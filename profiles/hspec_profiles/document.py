@@ -28,6 +28,11 @@ def loads(kind: type[Record], text: str, version: int) -> Record:
         table = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         raise Malformed(f"not TOML: {str(error)[:1].lower()}{str(error)[1:]}") from None
+    return of_table(kind, table, version)
+
+
+def of_table(kind: type[Record], table: dict[str, Any], version: int) -> Record:
+    """The record of a document's top table, the `version` of which is taken out. Raises Malformed."""
     found = table.pop("version", None)
     if found != version:
         raise Malformed(f"format version {found!r} where {version} is read" if found is not None else "no `version`")

@@ -179,7 +179,8 @@ def test_a_plan_for_something_else(
 
     made = replace(read_plan(plan_file), **change)
     if made.gpus:
-        made = replace(made, devices=(replace(made.devices[0], name="GPU 0 (card)"), *made.devices))
+        card = replace(made.devices[0], name="GPU 0 (card)")
+        made = replace(made, devices=(card, *made.devices), ring_pieces=4, piece_bytes=1 << 26)
     plan_file.write_text(as_toml(made))
     base = ("--dtype", "bf16") if "--dtype" not in argv else ()
     refused(hspec("run", "-m", model, "--plan", plan_file, *base, *argv, "hello there"), code, *says)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 
 import pytest
 import torch
@@ -31,12 +32,16 @@ STACKS = {
 
 
 def offloaded(
-    made: Engine, away: tuple[bool, ...] = (True, True, True), share: float = 0.0, piece: int = 1 << 17
+    made: Engine,
+    away: tuple[bool, ...] = (True, True, True),
+    share: float = 0.0,
+    piece: int = 1 << 17,
+    unit: int = UNIT,
 ) -> Engine:
     """The same engine with keys and values of some layers in host memory."""
     target = copy.copy(made.target)
     target.ring = Ring(1 << 20, CPU)
-    place = KVPlace(away, target.ring, piece, share, UNIT)
+    place = KVPlace(away, target.ring, piece, share, unit)
     return Engine(target, made.draft, made.stacks, made.settings, made.context, Parts(target, made.draft, kv=place))
 
 
@@ -99,6 +104,50 @@ def test_the_cpu_attends(share: float) -> None:
     store = there.parts.stores["target"]
     assert isinstance(store, HostKV)
     assert 0 < store.by_cpu(0) <= store.origins[0] // UNIT
+
+
+@pytest.mark.parametrize("share", [0.0, 0.3, 0.7, 0.9, 1.0])
+@pytest.mark.parametrize("run", [1, 2, 3, 8])
+def test_every_unit_is_attended_once(share: float, run: int) -> None:
+    """Whatever part of a run they make: by the CPU, or carried."""
+    store = HostKV(
+        1, 1, 16, 20 * UNIT, [None], [True], dtype=torch.float32, device=CPU, ring=Ring(1 << 20, CPU),
+        piece_bytes=run * 2 * UNIT * 16 * 4, unit=UNIT, cpu_share=share,
+    )  # fmt: skip
+    assert store.run == run
+    for units in range(21):
+        store.origins[0] = units * UNIT
+        carried = [one.start // UNIT + n for one in store.carried(0, 0) for n in range(len(one.item.sources[0]))]
+        assert [*range(store.by_cpu(0)), *carried] == list(range(units))
+
+
+def test_a_pass_of_the_cpu_stays_within_a_unit() -> None:
+    """What the CPU attends to follows from the first row: a row must not stand behind one of another unit."""
+    logits: list[dict[int, Tensor]] = []
+    for levels in ("target(full)", "draft > target(full)"):
+        made = engine(levels, random_decoder("qwen2"), random_decoder("qwen2"), context=600, adapt=False)
+        made = offloaded(made, share=1.0, piece=1, unit=64)
+        logits.append(scored(made, asked(250, tokens=90)))
+    assert set(range(250, 340)) <= logits[0].keys()
+    for position in range(250, 340):
+        assert torch.equal(logits[0][position], logits[1][position]), position
+
+
+def scored(made: Engine, request: Request) -> dict[int, Tensor]:
+    """The target's logits of every position, those that became text last."""
+    rows: dict[int, Tensor] = {}
+    events = made.generate(request)
+    next(events)
+    score = made.last._score
+
+    def noted(hidden: Tensor, spans: Sequence[slice]) -> list[Tensor]:
+        logits = score(hidden, spans)
+        rows.update((len(made.runs[0].text) + n, row.clone()) for n, row in enumerate(logits[0]))
+        return logits
+
+    made.last._score = noted  # type: ignore[method-assign]
+    list(events)
+    return rows
 
 
 @pytest.mark.parametrize(("rows", "group"), [(1, 1), (7, 1), (3, 4), (16, 7)])

@@ -168,6 +168,16 @@ class TestPlacement:
         sliding = replace(model(), windows=(4096,) * 8)
         assert ms(plan(ONE, sliding, Workload(100_000))) < ms(plan(ONE, model(), Workload(100_000)))
 
+    def test_sliding_layers_keep_their_kv_on_the_gpu(self) -> None:
+        """All of it: there the engine keeps it, and the plan counts it."""
+        sliding, work = replace(LLAMA, windows=(4096,) * 32), Workload(16_384)
+        made = plan(gpus(12), sliding, work)
+        assert {run.keys for run in made.layers} == {"gpu"}
+        assert {run.weights for run in made.layers} != {"gpu"}
+        assert held(made, "KV cache") >= 32 * sliding.key_bytes * 16_384
+        with pytest.raises(UsageError, match="KV of the sliding windows of llama2-7b-128k stays on the GPU"):
+            plan(gpus(12), sliding, work, Limits(kv_device="cpu"))
+
     def test_without_a_gpu(self) -> None:
         made = plan(NONE, model(), Workload(4000))
         assert made.gpus == made.kv_heads == ()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -48,7 +49,9 @@ def test_files(tmp_path: Path) -> None:
         ("{", "not JSON"),
         ("[1", "not TOML"),
         ('{"version": 7}', "version 7"),
-        ("{}", "version None"),
+        ("{}", "no `version`"),
+        ('{"version": 1, "model": null}', "missing"),
+        ("null", "not TOML"),
         ('{"version": 1, "model": "m"}', "missing"),
         ('{"version": 1, "modle": "m"}', "not known"),
     ],
@@ -60,6 +63,37 @@ def test_other_files_are_no_plans(tmp_path: Path, text: str, says: str) -> None:
     path.write_text(text, "utf-8")
     with pytest.raises(HspecError, match="is no plan"):
         read_plan(path)
+
+
+@pytest.mark.parametrize("name", ["kv", "weights", "cpu"])
+@pytest.mark.parametrize(
+    ("path", "value", "says"),
+    [
+        (("layers", 0, "weights"), "nowhere", "gpu, stream, disk, cpu"),
+        (("layers", 0, "keys"), "disk", "gpu, stream, cpu, split"),
+        (("layers", 0, "copy"), "int2", "int4"),
+        (("layers", 0, "first"), 1, "follow one another"),
+        (("layers", 0, "last"), None, "`layers.0.last` must be a whole number"),
+        (("devices",), [], "and RAM"),
+        (("gpus",), [0, 1, 2], "and RAM"),
+        (("block",), 65, "64 rows at most"),
+        (("context",), None, "`context` must be a whole number"),
+    ],
+)
+def test_what_a_hand_broke_is_told(name: str, path: tuple[str | int, ...], value: object, says: str) -> None:
+    table = part = json.loads(json.dumps(document(PLANS[name])))
+    for step in path[:-1]:
+        part = part[step]
+    part[path[-1]] = value
+    with pytest.raises(Malformed, match=says):
+        parsed(json.dumps(table))
+
+
+def test_a_ring_without_room_is_told() -> None:
+    for pieces, nbytes in ((0, 1 << 26), (4, 0), (4, 1 << 20)):
+        broken = replace(PLANS["kv"], ring_pieces=pieces, piece_bytes=nbytes)
+        with pytest.raises(Malformed, match="67,108,864 bytes at least"):
+            parsed(as_toml(broken))
 
 
 def test_no_file(tmp_path: Path) -> None:
