@@ -159,7 +159,7 @@ class HostLoader(Loader):
         outputs, halves = sum(map(len, parts)), 2 if gated else 1
         nbytes, rows = sum(part.nbytes for part in parts), outputs // halves
         count = -(-nbytes // int(LARGEST * self._ring.nbytes))
-        if self.device.type == "cuda":
+        if self.device.type == "cuda" and self.dtype.itemsize == 2:  # products in float32 are others
             count = min(count, max(1, outputs // (FEW + ALIGNED)))
         whole = 64 if gated else 16  # of gates, so that vectors of a CPU are full: what is left over it computes apart
         bounds = [rows * n // count // whole * whole for n in range(count)] + [rows]

@@ -20,12 +20,14 @@ REFUSED = "CUDA pins no more host memory"
 
 
 class _Pages(mmap.mmap):
-    """Anonymous pages. A tensor over them keeps them alive; they are unregistered before they go."""
+    """Anonymous pages. A tensor over them keeps them alive; they go when nothing copies, and are unregistered before."""
 
     address = 0  # of what is registered
 
     def __del__(self) -> None:
         if self.address:
+            with suppress(RuntimeError):  # of an earlier kernel
+                torch.cuda.synchronize()  # a ring copies ahead for a pass that may never come
             torch.cuda.cudart().cudaHostUnregister(self.address)  # type: ignore[no-untyped-call]
 
 

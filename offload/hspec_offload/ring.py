@@ -92,6 +92,7 @@ class Ring:
         if device.type == "cuda":
             self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
             self._stream.wait_stream(torch.cuda.current_stream(device))  # the arena may have been something else's
+            self.arena.record_stream(self._stream)  # and is not given away while something is on its way to it
         self._items: Sequence[Item] = ()
         self._put = 0  # items that have room; those of the next pass are counted on
         self._taken = 0

@@ -27,7 +27,7 @@ from hspec_decoding.sampling import Sampling
 from hspec_kernels.linear import Quantized
 from hspec_offload.placed import Layers
 from hspec_offload.plan import Plan
-from hspec_offload.ring import Ring
+from hspec_offload.ring import PIECE, Ring
 
 MIXES = {
     "streamed": ("stream", "stream", "stream"),
@@ -111,7 +111,7 @@ def test_pieces_on_a_gpu_have_outputs_enough() -> None:
 
     assert FEW == KERNELS
     loader = hspec_decoding.host_weights.HostLoader.__new__(hspec_decoding.host_weights.HostLoader)
-    loader.device = torch.device("cuda", 0)
+    loader.device, loader.dtype = torch.device("cuda", 0), torch.bfloat16
     for outputs in (2048, 2304, 4096, 5120, 22016, 55296):
         for ring in (1 << 20, 1 << 22, 1 << 24):
             loader._ring = poisoned(ring)
@@ -121,6 +121,19 @@ def test_pieces_on_a_gpu_have_outputs_enough() -> None:
                 sizes = {sum(map(len, ranges)) for ranges in cut}
                 assert sizes == {outputs} or min(sizes) > FEW
                 assert all(len(ranges) == 1 + gated for ranges in cut)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_pieces_of_large_matrices_find_room(dtype: torch.dtype) -> None:
+    """Those of 32B and 70B models, also in twice the bytes."""
+    loader = hspec_decoding.host_weights.HostLoader.__new__(hspec_decoding.host_weights.HostLoader)
+    loader.device, loader.dtype = torch.device("cuda", 0), dtype
+    loader._ring = Ring(4 * PIECE, torch.device("meta"))
+    for hidden, ffn in ((5120, 27_648), (8192, 28_672)):
+        for outputs, inputs in ((hidden, ffn), (2 * ffn, hidden), (3 * hidden, hidden)):
+            cut = loader._cut([torch.empty(outputs, inputs, dtype=dtype, device="meta")], gated=outputs == 2 * ffn)
+            most = max(sum(map(len, ranges)) for ranges in cut)
+            assert most * inputs * dtype.itemsize <= loader._ring.nbytes
 
 
 def test_rows_that_lie_below_each_other_are_not_copied() -> None:

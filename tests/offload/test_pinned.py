@@ -18,6 +18,7 @@ class FakeCudart:
 
     most: int
     refused: bool = False  # and not asked since
+    busy: bool = False  # copies are on their way
     held: dict[int, int] = field(default_factory=dict)
     flags: set[int] = field(default_factory=set)
 
@@ -31,6 +32,7 @@ class FakeCudart:
         return 0
 
     def cudaHostUnregister(self, address: int) -> int:
+        assert not self.busy
         del self.held[address]
         return 0
 
@@ -43,6 +45,7 @@ def cudart(monkeypatch: pytest.MonkeyPatch) -> FakeCudart:
     fake = FakeCudart(most=10_000)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "cudart", lambda: fake)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: setattr(fake, "busy", False))
     zeros = torch.zeros
 
     def next_kernel(*size: int, device: str = "cpu") -> torch.Tensor:
@@ -74,6 +77,7 @@ def test_memory_is_given_back_with_the_last_tensor_over_it(cudart: FakeCudart) -
     gc.collect()
     assert len(cudart.held) == 1
     part.fill_(0.0)
+    cudart.busy = True
     del part
     gc.collect()
     assert not cudart.held

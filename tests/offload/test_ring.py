@@ -282,6 +282,18 @@ def on_fake_gpu(nbytes: int) -> Ring:
     return made
 
 
+def test_memory_is_not_given_away_while_something_is_on_its_way_to_it(
+    cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The allocator must know of the stream that copies: a ring may go with copies put ahead for nobody."""
+    told: list[object] = []
+    monkeypatch.setattr(Tensor, "record_stream", lambda _, stream: told.append(stream))
+    empty = torch.empty
+    monkeypatch.setattr(torch, "empty", lambda *size, dtype, device: empty(*size, dtype=dtype))  # noqa: ARG005
+    Ring(8 * ALIGNED, torch.device("cuda", 0))
+    assert told == [cuda.copy]
+
+
 @pytest.mark.usefixtures("cuda")
 def test_what_is_crossing(monkeypatch: pytest.MonkeyPatch) -> None:
     """The first item whose copy is not over, whatever was enqueued behind it."""
