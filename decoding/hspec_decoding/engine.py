@@ -293,8 +293,9 @@ class Engine:
 
     def _rehearse(self) -> None:
         """Capture the passes that decoding will mostly replay, and tell the tuner how long they take."""
-        started, texts = time.perf_counter(), [run.text for run in self.runs]
+        started = time.perf_counter()
         self.parts.complete()
+        texts = [run.text for run in self.runs]
         asked = dict(self.last.view.recorded)  # the prompt's own queries, by which levels are about to select
         for rows in (1, 4, 16, 32) if self.levels.proposers and not self.last.rows else (1,):
             seconds = self.last.rehearse(texts, rows)
