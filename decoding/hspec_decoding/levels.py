@@ -61,6 +61,10 @@ class Level(Protocol):
         """Look at a prompt before it is answered."""
         ...
 
+    def forget(self, slot: int) -> None:
+        """Another text takes this slot: nothing of the former one remains."""
+        ...
+
     def propose(self, texts: Sequence[Text], limits: Sequence[int], widths: Sequence[int], by: Chooser) -> list[Draft]:
         """At most `limits[b]` tokens after each text, none where it has nothing to say.
 
@@ -92,9 +96,9 @@ class _Block:
         return [tokens + tokens[-1:] * (self.memory.layout.rows - len(tokens)) for tokens in self.feed]
 
     def noise(self, sampling: Sampling) -> Noise:
-        """What randomness the rows are drawn with."""
+        """What randomness the rows are drawn with, by the options of the batch where a text has none."""
         after = [len(text) - span.start for text, span in zip(self.texts, self.spans, strict=True)]
-        return Noise(sampling, [text.key for text in self.texts], after)
+        return Noise([text.sampling or sampling for text in self.texts], [text.key for text in self.texts], after)
 
 
 class ModelLevel:
@@ -112,6 +116,9 @@ class ModelLevel:
 
     def read(self, text: Text) -> None:
         """Nothing to do: what a model must know of a text it is fed when it is asked."""
+
+    def forget(self, slot: int) -> None:
+        self.view.forget(slot)
 
     def propose(self, texts: Sequence[Text], limits: Sequence[int], widths: Sequence[int], by: Chooser) -> list[Draft]:
         if self.graphs and isinstance(by, Coupled):
@@ -151,7 +158,9 @@ class ModelLevel:
             else:
                 logits = self._score(self._forward(block.padded, block.memory, ahead), block.spans)
                 chosen = [
-                    choose(rows, sampling, [text.key] * len(rows), range(len(text), len(text) + len(rows)))
+                    choose(
+                        rows, text.sampling or sampling, [text.key] * len(rows), range(len(text), len(text) + len(rows))
+                    )
                     for text, rows in zip(block.texts, logits, strict=True)
                 ]
                 if ahead:
@@ -333,6 +342,10 @@ class Verified:
 
     def read(self, text: Text) -> None:
         self.below.read(text)
+
+    def forget(self, slot: int) -> None:
+        self.below.forget(slot)
+        self.model.forget(slot)
 
     def propose(self, texts: Sequence[Text], limits: Sequence[int], widths: Sequence[int], by: Chooser) -> list[Draft]:
         def step(some: Sequence[Text], room: Sequence[int]) -> list[Draft]:

@@ -72,7 +72,7 @@ class Rejection:
     def check(self, texts: Sequence[Text], drafts: Sequence[Draft], model: Judge) -> list[Draft]:
         checked = []
         for text, draft, rows in zip(texts, drafts, model.logits(texts, drafts), strict=True):
-            target = list(probabilities(rows, self.sampling))
+            target = list(probabilities(rows, text.sampling or self.sampling))
             laws = [law.to(rows.device) for law in draft.laws]
             tokens = accept(draft.tokens, laws, target, self.draws[text.slot])
             checked.append(Draft(tokens, target[: len(tokens)]))
