@@ -17,7 +17,7 @@ from hspec_decoding.events import Emitted, Finished
 from hspec_decoding.levels import ModelLevel
 from hspec_decoding.model import Decoder
 from hspec_decoding.rules import Draft
-from hspec_decoding.sampling import Sampling, choose
+from hspec_decoding.sampling import choose
 from hspec_decoding.sequence import Text
 from hspec_decoding.stack import parse
 from hspec_decoding.views import FullView
@@ -155,11 +155,9 @@ def scores(model: Decoder, tokens: Sequence[int], pieces: Sequence[int], bucket:
     return torch.cat(found)
 
 
-def chosen_from_logits(
-    level: ModelLevel, texts: Sequence[Text], drafts: Sequence[Draft], sampling: Sampling
-) -> list[list[int]]:
+def chosen_from_logits(level: ModelLevel, texts: Sequence[Text], drafts: Sequence[Draft]) -> list[list[int]]:
     """`choices` of a level that has only its own `logits`."""
     return [
-        choose(rows, sampling, [text.key] * len(rows), range(len(text), len(text) + len(rows)))
+        choose(rows, text.sampling, [text.key] * len(rows), range(len(text), len(text) + len(rows)))
         for text, rows in zip(texts, level.logits(texts, drafts), strict=True)
     ]

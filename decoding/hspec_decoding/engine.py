@@ -30,7 +30,7 @@ from hspec_decoding.options import Request, Settings
 from hspec_decoding.place import cap, fitting_stacks, kv_place, planned_shape, planned_stacks, ring_of
 from hspec_decoding.retrospect import choices, fall_back, most_used
 from hspec_decoding.rules import Chooser, Coupled, Draft, NonFinite, Rejection
-from hspec_decoding.sampling import Sampling, SeededDraws
+from hspec_decoding.sampling import SeededDraws
 from hspec_decoding.sequence import Text
 from hspec_decoding.stack import LONGEST, Stack, written
 from hspec_decoding.tuner import Average, Plan, Tuner, Used
@@ -179,18 +179,16 @@ class Engine:
                 for level in (*self.levels.proposers, self.last):
                     level.forget(slot)
             self.runs[slot : slot + 1] = [run]
-            self._seat()
+            self._seat(run)
             yield from self._prefill(run)
 
-    def _seat(self) -> None:
-        """Tell levels and randomness which texts there are."""
+    def _seat(self, *joined: Running) -> None:
+        """Tell levels and randomness of texts that joined."""
         for level in (*self.levels.proposers, self.last):
             if isinstance(level, ModelLevel):
                 level.crew = [run.text for run in self.runs]
         if isinstance(self.by, Rejection):
-            for run in self.runs:
-                if run.text.slot not in self.by.draws or not run.generated:
-                    self.by.draws[run.text.slot] = SeededDraws(run.request.sampling.seed, run.text.key)
+            self.by.draws.update({r.text.slot: SeededDraws(r.text.sampling.seed, r.text.key) for r in joined})
 
     def in_flight(self) -> int | None:
         """The layer whose weights, keys or values are being carried to the GPU; another thread may ask."""
@@ -236,9 +234,7 @@ class Engine:
         )
         self.last = self.levels.last
         self.traffic = Traffic([*self.levels.proposers, self.last], self.target.device)
-        self.by: Chooser = Coupled(Sampling())  # each text has its own
-        if self.settings.rule == "rejection":
-            self.by = Rejection(Sampling(), {})
+        self.by: Chooser = Rejection({}) if self.settings.rule == "rejection" else Coupled()
         self.tuner = Tuner(
             sequential=[level.sequential for level in self.levels.proposers],
             fixed=self.levels.fixed,
@@ -247,7 +243,7 @@ class Engine:
             chains=self.levels.chains,
             guesses=[level.guess for level in self.levels.proposers],
         )
-        self._seat()
+        self._seat(*self.runs)
         self.prefill_seconds = self.setup_seconds = self.decode_seconds = 0.0
 
     def _prefill(self, run: Running) -> Iterator[Event]:

@@ -14,13 +14,13 @@ class Text:
     """Tokens of one sequence. Levels append what they propose and take it back; `committed` tokens stay.
 
     `slot` is its row in every KV store, `key` what its randomness is keyed by, `prompt` the tokens it began with,
-    `sampling` its own options where those of a batch differ.
+    `sampling` how they are drawn.
     """
 
     slot: int
     key: int
     tokens: list[int]
-    sampling: Sampling | None = None
+    sampling: Sampling = field(default_factory=Sampling)
     committed: int = field(init=False)
     prompt: int = field(init=False)
 
