@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -73,12 +73,6 @@ def free(runs: Sequence[Running], size: int) -> list[int]:
 def nobody(wait: bool) -> Request | None:  # noqa: ARG001
     """No more requests."""
     return None
-
-
-def in_turn(requests: Iterable[Request]) -> Take:
-    """Requests that are there whenever one is asked for."""
-    coming = iter(requests)
-    return lambda wait: next(coming, None)  # noqa: ARG005
 
 
 def waiting(take: Take, size: int) -> list[Request]:

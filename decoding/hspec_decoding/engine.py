@@ -24,7 +24,7 @@ from hspec_decoding.events import (
 from hspec_decoding.inventory import Traffic, layer_of, placed
 from hspec_decoding.launches import tune_launches
 from hspec_decoding.levels import ModelLevel, Tally, count
-from hspec_decoding.load import choose_stacks, load_decoder, worthwhile
+from hspec_decoding.load import choose_stacks, load_decoder, together, worthwhile
 from hspec_decoding.model import Decoder
 from hspec_decoding.options import Request, Settings
 from hspec_decoding.place import cap, fitting_stacks, kv_place, planned_shape, planned_stacks, ring_of
@@ -65,6 +65,7 @@ class Engine:
         self.device, self.dtype = str(target.device), str(target.dtype).removeprefix("torch.")
         self.notes: list[str] = []
         self.plan: Offload | None = None  # where everything is, if that was planned
+        self.sequences = 1  # of a batch that there is room for
         for spec in {spec for stack in stacks for spec in stack}:
             self.parts.weights(spec.weights)  # so that no answer waits for it
 
@@ -79,13 +80,15 @@ class Engine:
         progress: Callable[[int, int], None] | None = None,
         plan: Offload | None = None,
         limits: Limits = Limits(),
+        sequences: int | None = 1,
     ) -> Engine:
         """Read the weights to where `plan` puts them, or all to one device. Raises UsageError for settings that cannot
         be meant, DoesNotFit where memory lacks.
 
         `vocabulary`: ids that the tokenizer knows, all that are ever produced; models whose embeddings are padded
         differently can then serve each other. `progress` is told (layers read, layers) of the target. A plan runs on
-        the device of the settings, be that of its kind or not; `limits` are those it was made within.
+        the device of the settings, be that of its kind or not; `limits` are those it was made within. `sequences` to
+        have room for in a batch, None for as many as find it; where something is offloaded, that is one.
         """
         notes: list[str] = []
         device = pick_device(settings.device, notes)
@@ -94,6 +97,11 @@ class Engine:
         stacks = fitting_stacks(settings, *configs, context, dtype, device, plan, limits)
         if not any(spec.name == "draft" for stack in stacks for spec in stack):
             draft = None
+        if plan is None or plan.resident:
+            models = [checkpoint.config for checkpoint in (target, draft) if checkpoint]
+            sequences = together(sequences, stacks, models, context, dtype, device, limits)
+        else:
+            sequences = 1
         cap(device, limits)
         vocabulary = min(target.config.vocab_size, vocabulary or target.config.vocab_size)
         forms = sorted({spec.weights for stack in stacks for spec in stack if spec.weights})
@@ -107,7 +115,7 @@ class Engine:
             large = load(target, progress=progress, plan=plan, ring=ring, notes=notes, exact=settings.exact)
             kv = kv_place(plan, ring)
         engine = cls(large, small, stacks, settings, context, Parts(large, small, kv=kv))
-        engine.notes, engine.plan = notes, plan
+        engine.notes, engine.plan, engine.sequences = notes, plan, sequences
         return engine
 
     def variant(self, settings: Settings) -> Engine:
@@ -121,7 +129,7 @@ class Engine:
             if len(stacks) > 1:
                 stacks = worthwhile(stacks, self.target.config, self.context, self.target.dtype)
         engine = Engine(self.target, self.draft, stacks, settings, self.context, self.parts)
-        engine.plan = self.plan
+        engine.plan, engine.sequences = self.plan, self.sequences
         return engine
 
     def generate(self, *requests: Request) -> Iterator[Event]:

@@ -13,6 +13,6 @@ def linear_reference(x: Tensor, weight: Tensor, bias: Tensor | None = None, resi
     Here a row's bits depend on the number of rows, so that those of each sequence of a batch [B, R, K] are multiplied
     by themselves.
     """
-    parts = x.split(1) if x.dim() == 3 else [x]
+    parts = torch.split(x, 1) if x.dim() == 3 else [x]
     out = torch.cat([F.linear(part, weight, bias) for part in parts])
     return out if residual is None else out + residual
