@@ -119,8 +119,7 @@ def together(
 
     `configs`: of the target, then of a draft. Raises DoesNotFit.
     """
-    target, *drafts = configs
-    weights = tensor_bytes(target.tensors().values(), dtype.itemsize)
+    weights = tensor_bytes(configs[0].tensors().values(), dtype.itemsize)
     keys, *windows = (
         kv_bytes(config.layers, config.kv_heads, config.head_dim, tokens, dtype.itemsize)
         for config, tokens in zip(configs, (context + BEYOND, 2 * WINDOW + BEYOND), strict=False)

@@ -22,7 +22,6 @@ from jinja2.utils import Namespace
 
 from hspec_profiles.errors import HspecError
 
-
 Message = dict[str, str]  # role and content
 
 
