@@ -177,7 +177,7 @@ def step(bench: Bench, settings: Settings, length: int, rows: int, top: bool = T
     level = engine.last if top else engine.levels.proposers[0]
     assert isinstance(level, ModelLevel)
     if level.view is not engine.last.view:
-        engine.last.choices([text], [Draft([])], Sampling())  # queries to select by
+        engine.last.choices([text], [Draft([])])  # queries to select by
     ms = 1e3 * replayed(level, text, rows)
     floor = 1e3 * bytes_read(level, length) / bench.bandwidth
     name = f"{level.name}, {rows} row{'s'[: rows > 1]}, {length:,} tokens"
@@ -186,8 +186,8 @@ def step(bench: Bench, settings: Settings, length: int, rows: int, top: bool = T
 
 def replayed(level: ModelLevel, text: Text, rows: int) -> float:
     """GPU seconds of one replay of the graph that `level` checks a block of `rows` tokens with."""
-    level.choices([text], [Draft([0] * (rows - 1))], Sampling())
-    level.choices([text], [Draft([0] * (rows - 1))], Sampling())
+    level.choices([text], [Draft([0] * (rows - 1))])
+    level.choices([text], [Draft([0] * (rows - 1))])
     assert level.graphs
     assert level.graphs.last
     return seconds_of(level.graphs.last.graph.replay, 20)

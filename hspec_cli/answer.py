@@ -12,16 +12,19 @@ from typing import TYPE_CHECKING
 from hspec_cli import corrections, interrupt, show
 from hspec_cli.failures import INTERRUPTED
 from hspec_cli.output import only_the_answer
+from hspec_cli.progress import Progress
 from hspec_cli.prompt import read_prompt
 from hspec_cli.show import Spoken, Told
 from hspec_cli.stage import Stage, staged
 from hspec_cli.voice import Voice, write
+from hspec_cli.words import as_text
 
 if TYPE_CHECKING:
     from hspec_cli.prepare import Job
     from hspec_cli.run import Run
     from hspec_decoding.engine import Engine, Request
     from hspec_decoding.events import Event
+    from hspec_offload.plan import Plan
 
 
 def answer(run: Run) -> int:
@@ -63,19 +66,28 @@ def calm_libraries(run: Run) -> None:
 
 def _load(run: Run, text: str, voice: Voice, stage: Stage) -> tuple[Job, Engine]:
     """What to answer and the engine that will."""
-    from hspec_cli.offload import planned, with_plan
-    from hspec_cli.placement import limits
+    from hspec_cli.offload import with_plan
     from hspec_cli.prepare import prepare
-    from hspec_decoding.engine import Engine, Settings
 
     interrupt.check()
     run, made = with_plan(run)
     job = prepare(run, text, voice, stage)
+    engine = load(run, job, made, voice, stage)
+    voice.detail(f"prompt {len(job.prompt):,} tokens, context {job.context:,}, {show.sampling_words(job.sampling)}")
+    return job, engine
+
+
+def load(run: Run, job: Job, made: Plan | None, voice: Voice, progress: Progress, sequences: int | None = 1) -> Engine:
+    """The engine for a job, by the plan `made` where the run names one, with room for so many `sequences`."""
+    from hspec_cli.offload import planned
+    from hspec_cli.placement import limits
+    from hspec_decoding.engine import Engine, Settings
+
     interrupt.check()
 
     def loaded(done: int, total: int) -> None:
         interrupt.check()
-        stage.update("layers loaded", done, total)
+        progress.update("layers loaded", done, total)
 
     settings = Settings(
         method=run.method,
@@ -99,22 +111,24 @@ def _load(run: Run, text: str, voice: Voice, stage: Stage) -> tuple[Job, Engine]
         progress=loaded,
         plan=made,
         limits=limits(run),
+        sequences=sequences,
     )
     voice.detail(f"{run.model} on {engine.device} in {engine.dtype}: {engine.stack}")
-    voice.detail(f"prompt {len(job.prompt):,} tokens, context {job.context:,}, {show.sampling_words(job.sampling)}")
-    return job, engine
+    return engine
 
 
 def _speak(run: Run, job: Job, engine: Engine, stage: Stage) -> Spoken:
     """Generate on a stage; Ctrl-C keeps what there is."""
     from hspec_cli.dashboard.stream import Ended
+    from hspec_cli.prepare import key
     from hspec_decoding.beside import Meter
     from hspec_decoding.engine import Request
     from hspec_decoding.events import Prefilled
     from hspec_decoding.text.stream import TextStream
 
     spoken = Spoken(TextStream(job.tokenizer, run.stop or ()), meter=Meter(engine.plan) if engine.plan else None)
-    request = Request(job.prompt, job.max_tokens, job.tokenizer.eos, job.sampling)
+    name = None if run.id is None else as_text(run.id)
+    request = Request(job.prompt, job.max_tokens, job.tokenizer.eos, job.sampling, key=key(name))
     try:
         _introduce(run, job, engine, stage)
         stage.tell(Prefilled(0, len(job.prompt)))

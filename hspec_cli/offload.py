@@ -72,7 +72,7 @@ def planned(run: Run, job: Job, settings: Settings, made: Plan | None, voice: Vo
         settings,
         job.context,
         pick_dtype(run.dtype, device).itemsize,
-        len(job.prompt),
+        len(job.prompt) or None,
     )
     if made is not None:
         check_plan(replace(made, model=run.model) if _same(made.model, run.model) else made, asked)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import hashlib
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,8 +18,9 @@ from hspec_decoding.checkpoints.files import GENERATION, read_json
 from hspec_decoding.config import ModelConfig
 from hspec_decoding.device import pick_device
 from hspec_decoding.sampling import Sampling
+from hspec_decoding.text.chat_template import Message
 from hspec_decoding.text.tokens import Tokenizer
-from hspec_profiles.errors import DoesNotFit, HspecError
+from hspec_profiles.errors import DoesNotFit, HspecError, UsageError
 
 if TYPE_CHECKING:
     from hspec_cli.run import Run
@@ -28,13 +30,13 @@ DEFAULT_TOKENS = 512
 
 @dataclass(frozen=True)
 class Job:
-    """One answer to give. Lengths in tokens."""
+    """One answer to give, or many by the same models. Lengths in tokens."""
 
     target: Checkpoint
     draft: Checkpoint | None
     draft_name: str | None
     tokenizer: Tokenizer
-    prompt: tuple[int, ...]
+    prompt: tuple[int, ...]  # empty where many are yet to come
     max_tokens: int
     context: int  # what the engine makes room for
     shortened: bool  # the context leaves less than was asked for
@@ -43,31 +45,54 @@ class Job:
 
 def prepare(run: Run, text: str, voice: Voice, progress: Progress) -> Job:
     """Everything but the weights. Raises HspecError for what can be known before any of them is read."""
+    found = find(run, voice, progress)
+    prompt = found.tokens(run, text, voice)
+    return found.job(run, prompt, room(run, len(prompt), found.config.context, voice), voice)
+
+
+def find(run: Run, voice: Voice, progress: Progress) -> Found:
+    """The models of a run. Raises HspecError."""
     pick_device(run.device, [])
     files = Files(run.offline, run.trust_remote_code, voice, progress)
     config = files.config(run.model)
     draft = find_draft(run, files)
-    target = files.model(run.model)
-    prompt = tuple(encode(run, text, target.tokenizer, voice))
-    if max(prompt, default=0) >= config.vocab_size:
-        raise HspecError(
-            f"the tokenizer in `{target.directory}` has {target.tokenizer.size:,} tokens, the model's embedding "
-            f"{config.vocab_size:,}: the prompt needs token {max(prompt)}",
-            "tokenizer and weights belong to different models",
+    return Found(config, files.model(run.model), draft)
+
+
+@dataclass(frozen=True)
+class Found:
+    """The models of a run on disk, before their weights are looked at."""
+
+    config: ModelConfig
+    target: Model
+    draft: Model | None
+
+    def tokens(self, run: Run, prompt: str | Sequence[Message], voice: Voice) -> tuple[int, ...]:
+        """Ids of a prompt, or of what was said so far. Raises HspecError where the model lacks one of them."""
+        ids = tuple(encode(run, prompt, self.target.tokenizer, voice))
+        if max(ids, default=0) >= self.config.vocab_size:
+            raise HspecError(
+                f"the tokenizer in `{self.target.directory}` has {self.target.tokenizer.size:,} tokens, the model's "
+                f"embedding {self.config.vocab_size:,}: the prompt needs token {max(ids)}",
+                "tokenizer and weights belong to different models",
+            )
+        return ids
+
+    def job(self, run: Run, prompt: tuple[int, ...], lengths: tuple[int, int, bool], voice: Voice) -> Job:
+        """What to do, `lengths` as from `room`, with checked checkpoints. Raises HspecError."""
+        max_tokens, context, shortened = lengths
+        checked = open_draft(run, self.draft, self.target, voice) if self.draft else None
+        return Job(
+            target=self.target.open(),
+            draft=checked,
+            draft_name=self.draft.name if self.draft and checked else None,
+            tokenizer=self.target.tokenizer,
+            prompt=prompt,
+            max_tokens=max_tokens,
+            context=context,
+            shortened=shortened,
+            sampling=sampling(run, self.target.generation, voice),
         )
-    max_tokens, context, shortened = room(run, len(prompt), config.context, voice)
-    checked = open_draft(run, draft, target, voice) if draft else None
-    return Job(
-        target=target.open(),
-        draft=checked,
-        draft_name=draft.name if draft and checked else None,
-        tokenizer=target.tokenizer,
-        prompt=prompt,
-        max_tokens=max_tokens,
-        context=context,
-        shortened=shortened,
-        sampling=sampling(run, target.generation, voice),
-    )
 
 
 @dataclass(frozen=True)
@@ -154,9 +179,17 @@ def _draft_may_fail(run: Run, voice: Voice) -> Iterator[None]:
         voice.note(f"no draft model: {failure.message}")
 
 
-def encode(run: Run, text: str, tokenizer: Tokenizer, voice: Voice) -> list[int]:
-    """Ids of the prompt: in the chat template, or as it is under `--raw` and where the model has none."""
+def encode(run: Run, text: str | Sequence[Message], tokenizer: Tokenizer, voice: Voice) -> list[int]:
+    """Ids of the prompt: in the chat template, or as it is under `--raw` and where the model has none.
+
+    Raises UsageError for messages without a template.
+    """
     system = None if run.system is None else as_text(run.system)
+    if not isinstance(text, str):
+        if run.raw:
+            raise UsageError("`messages` need the chat template that `--raw` turns off", "give a `prompt`")
+        alone = system is None or text[0]["role"] == "system"
+        return tokenizer.converse(text if alone else [{"role": "system", "content": system or ""}, *text])
     if tokenizer.has_chat and not run.raw:
         return tokenizer.chat(text, system)
     if not run.raw:
@@ -191,6 +224,13 @@ def room(run: Run, prompt: int, usable: int, voice: Voice) -> tuple[int, int, bo
             f"with the prompt's {prompt:,} they fill the context of {window:,}"
         )
     return tokens, run.ctx or prompt + tokens, wanted > left
+
+
+def key(name: str | int | None) -> int:
+    """What keys the randomness of a text of this name; 0 without one."""
+    if name is None:
+        return 0
+    return int.from_bytes(hashlib.sha256(str(name).encode("utf-8", "surrogatepass")).digest()[:8]) >> 1
 
 
 def sampling(run: Run, generation: Mapping[str, Any], voice: Voice) -> Sampling:

@@ -1,4 +1,4 @@
-"""`hspec run`: answer one prompt."""
+"""`hspec run`: answer one prompt, or many."""
 
 import re
 from dataclasses import dataclass
@@ -29,6 +29,7 @@ Examples:
   hspec run -m llama2-7b-128k --method triforce -f report.txt "Summarize it" --stats
   hspec run -m llama2-7b-128k --method triforce --offload < report.txt
   git diff | hspec run -m ./my-model "Write a commit message" --temp 0.7 --seed 1 --json
+  hspec run --jsonl --unordered < prompts.jsonl > answers.jsonl
 
 Piped text comes first, then files, then the PROMPT. Exit codes: 0 done, 1 failed, 2 usage,
 3 does not fit, 130 interrupted, 141 the reader of a pipe went away."""
@@ -58,6 +59,26 @@ class Run(Command):
         bool,
         prompt_option("--raw", help="No chat template: the model continues the text as it is."),
     ] = False
+    jsonl: Annotated[
+        bool,
+        prompt_option(
+            "--jsonl",
+            help='Answer many: a JSON object a line on standard input, {"prompt": …} or {"messages": […]}, maybe with '
+            "id, temperature, top_p, top_k, min_p, seed, max_tokens, stop; one a line comes back.",
+        ),
+    ] = False
+    unordered: Annotated[
+        bool, prompt_option("--unordered", help="Answers of `--jsonl` as they are finished, not in order.")
+    ] = False
+    batch: Annotated[
+        int | None,
+        prompt_option(
+            "--batch",
+            parser=whole("--batch", 1, 512),
+            metavar="N",
+            help="Lines of `--jsonl` decoded at a time.  [default: what memory allows, at most 32]",
+        ),
+    ] = None
     model: Annotated[
         str,
         model_option(
@@ -226,11 +247,22 @@ class Run(Command):
             "--seed", parser=whole("--seed", 0, 2**63 - 1), metavar="N", help="The same seed gives the same text."
         ),
     ] = 0
+    id: Annotated[
+        str | None,
+        sampling_option(
+            "--id", metavar="ID", help="Draw as the `--jsonl` line of this id does (or of this number, without one)."
+        ),
+    ] = None
     stop: Annotated[
         list[str] | None,
         sampling_option("--stop", metavar="TEXT", help="End the answer before this text (repeatable)."),
     ] = None
-    json: Annotated[bool, output_option("--json", help="Print one JSON document instead of streaming.")] = False
+    json: Annotated[
+        bool,
+        output_option(
+            "--json", help="Print one JSON document instead of streaming; with `--jsonl`, a summary as the last line."
+        ),
+    ] = False
     dashboard: Annotated[
         bool, output_option("--dashboard", help="Watch a live view: text, speed, levels, memory, layers.")
     ] = False
@@ -246,8 +278,12 @@ class Run(Command):
     debug: Annotated[bool, output_option("--debug", help="Show tracebacks.")] = False
 
     def execute(self) -> int:
-        """Print the answer; 0, or 130 when interrupted. Raises HspecError for what fails."""
+        """Print the answer; 0, or 130 when interrupted; 1 where a line of many failed. Raises HspecError for others."""
         self._check()
+        if self.jsonl:
+            from hspec_cli.many import answer_lines
+
+            return answer_lines(self)
         from hspec_cli.answer import answer
 
         return answer(self)
@@ -269,6 +305,25 @@ class Run(Command):
             raise UsageError("`--system` needs the chat template that `--raw` turns off", "drop one of them")
         if self.quiet and self.dashboard:
             raise UsageError("`--quiet` and `--dashboard` contradict each other", "drop one of them")
+        self._check_lines()
         check_run(self)
         if "" in (self.stop or ()):
             raise UsageError("`--stop` must not be empty")
+
+    def _check_lines(self) -> None:
+        """The same of what is for many prompts, and what is for one."""
+        given = {
+            "a PROMPT": self.prompt is not None,
+            "`--file`": bool(self.file),
+            "`--dashboard`": self.dashboard,
+            "`--record`": self.record is not None,
+            "`--id`": self.id is not None,
+        }
+        wrong = next((flag for flag, there in given.items() if there), None)
+        if self.jsonl and wrong:
+            raise UsageError(
+                f"`--jsonl` reads many prompts from standard input, {wrong} is for one", "drop one of them"
+            )
+        idle = "`--unordered`" if self.unordered else "`--batch`" if self.batch is not None else None
+        if idle and not self.jsonl:
+            raise UsageError(f"{idle} is about many prompts, which need `--jsonl`", "add `--jsonl`")

@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from hspec_decoding.batch import Take
 from hspec_decoding.build import resolve
 from hspec_decoding.cache import KVStore
 from hspec_decoding.config import ModelConfig
 from hspec_decoding.engine import Engine, Request, Settings
-from hspec_decoding.events import Emitted, Finished
+from hspec_decoding.events import Emitted, Event, Finished
 from hspec_decoding.levels import ModelLevel
 from hspec_decoding.model import Decoder
 from hspec_decoding.rules import Draft
-from hspec_decoding.sampling import Sampling, choose
+from hspec_decoding.sampling import choose
 from hspec_decoding.sequence import Text
 from hspec_decoding.stack import parse
 from hspec_decoding.views import FullView
@@ -118,15 +119,35 @@ def engine(
 
 def answers(engine: Engine, *requests: Request) -> list[tuple[list[int], str]]:
     """Tokens and finish reason of each request; their `sequence`s must differ."""
+    return gathered(engine.generate(*requests), requests)
+
+
+def gathered(events: Iterator[Event], requests: Sequence[Request]) -> list[tuple[list[int], str]]:
+    """Tokens and finish reason of each request."""
     tokens: dict[int, list[int]] = {request.sequence: [] for request in requests}
     reasons: dict[int, str] = {}
-    for event in engine.generate(*requests):
+    for event in events:
         if isinstance(event, Emitted):
             assert event.sequence not in reasons, "tokens after the end"
             tokens[event.sequence] += event.tokens
         elif isinstance(event, Finished):
             reasons[event.sequence] = event.reason
     return [(tokens[request.sequence], reasons[request.sequence]) for request in requests]
+
+
+def coming(requests: Sequence[Request], late: int = 0) -> Take:
+    """Each is there when it was asked for `late` times before, or is waited for."""
+    rest, asked = list(requests), 0
+
+    def take(wait: bool) -> Request | None:
+        nonlocal asked
+        asked += 1
+        if not rest or (asked <= late and not wait):
+            return None
+        asked = 0
+        return rest.pop(0)
+
+    return take
 
 
 def answer(engine: Engine, request: Request) -> tuple[list[int], str]:
@@ -155,11 +176,9 @@ def scores(model: Decoder, tokens: Sequence[int], pieces: Sequence[int], bucket:
     return torch.cat(found)
 
 
-def chosen_from_logits(
-    level: ModelLevel, texts: Sequence[Text], drafts: Sequence[Draft], sampling: Sampling
-) -> list[list[int]]:
+def chosen_from_logits(level: ModelLevel, texts: Sequence[Text], drafts: Sequence[Draft]) -> list[list[int]]:
     """`choices` of a level that has only its own `logits`."""
     return [
-        choose(rows, sampling, [text.key] * len(rows), range(len(text), len(text) + len(rows)))
+        choose(rows, text.sampling, [text.key] * len(rows), range(len(text), len(text) + len(rows)))
         for text, rows in zip(texts, level.logits(texts, drafts), strict=True)
     ]

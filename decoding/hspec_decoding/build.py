@@ -9,6 +9,7 @@ from typing import TypeVar, cast
 import torch
 
 from hspec_decoding.cache import KVStore, Store
+from hspec_decoding.calibration import Calibration, by_rule
 from hspec_decoding.device import Shape
 from hspec_decoding.graphs import Graphs
 from hspec_decoding.host_view import HostView, KVPlace
@@ -17,7 +18,10 @@ from hspec_decoding.levels import Level, ModelLevel, Target, Verified
 from hspec_decoding.model import Decoder
 from hspec_decoding.ngram import NGram
 from hspec_decoding.sparse import CHUNK, SELECT, SINKS, SparseView, Streaming
-from hspec_decoding.stack import LONGEST, Spec, Stack
+from hspec_decoding.options import CORRECT
+from hspec_decoding.stack import LONGEST, Spec, Stack, approximate
+from hspec_decoding.tidal import PAYS, LastView, Tidal, TidalView
+from hspec_decoding.tidal_target import TidalTarget
 from hspec_decoding.tuner import Plan
 from hspec_decoding.views import FullView, InPlaceView, View, WindowView
 from hspec_kernels.attention import QuantizedKV
@@ -27,6 +31,7 @@ from hspec_profiles.errors import UsageError
 DRAFTED, COPIED = 0.75, 0.93  # acceptance to expect of a draft model, and of the target with fewer keys or bits
 WINDOW = 256  # tokens of a streaming view
 LEAST_BUDGET, MOST_BUDGET, BUDGET_SHARE = 256, 4096, 8  # of a retrieval view: context / share, within these
+TIDAL_SHARE = 16  # the same of a tidal view
 
 AStore = TypeVar("AStore", KVStore, HostKV)
 
@@ -46,6 +51,11 @@ def resolve(stack: Stack, context: int, *, budget: int | None, keep: bool) -> St
                 spec = replace(spec, view="full", budget=None)
         elif spec.view == "streaming":
             spec = _with_budget(spec, WINDOW)
+        elif spec.tidal:
+            share = min(MOST_BUDGET, max(LEAST_BUDGET, context // TIDAL_SHARE))
+            spec = replace(spec, budget=spec.budget or budget or share)
+            if not keep and len(stack) > 1 and PAYS * (spec.budget or 0) >= context:
+                continue
         filled.append(spec)
     return tuple(filled)
 
@@ -75,6 +85,8 @@ class Parts:
         self.prompts: dict[int, list[int]] = {}  # by slot of the target's store, the prompt last cached there
         self.copies: dict[str, tuple[Store, list[QuantizedKV]]] = {}  # by format
         self.quantized: dict[str, Decoder] = dict(quantized or {})
+        self.calibration: Calibration | None = None  # of the target, for tidal levels
+        self.tidals: dict[tuple[str | None, int | None], Tidal] = {}  # by view and budget
         self.graphs: dict[int, Graphs] = {}
         for decoder in (target, draft, *self.quantized.values()):
             self._graph(decoder)
@@ -117,6 +129,18 @@ class Parts:
             copies = [QuantizedKV(size, heads, slots, dim, bits, store.dtype, store.device) for _ in store.keys]
             self.copies[form] = known = store, copies
         return known[1]
+
+    def tidal(self, spec: Spec) -> Tidal:
+        """What the layers of a tidal level read. Raises UsageError where keys are in host memory."""
+        if self.kv is not None:
+            raise UsageError("`tidal` levels need all keys and values on the device", "run without `--offload`")
+        known = self.tidals.get((spec.view, spec.budget))
+        if known is None:
+            calibration = self.calibration or by_rule(self.target.config)
+            way = (spec.view or "").removeprefix("tidal").removeprefix("-") or None
+            known = Tidal(self.target.config, calibration, spec.budget or LEAST_BUDGET, way)
+            self.tidals[spec.view, spec.budget] = known
+        return known
 
     def weights(self, form: str | None) -> Decoder:
         """The target, in its own precision or in a format of 4 bits."""
@@ -196,10 +220,12 @@ def build_levels(
     select: str,
     shape: Shape | None,
     gamma: int | None = None,
+    correct: int = CORRECT,
 ) -> Levels:
     """The target and the levels that propose to it, with fresh state.
 
-    `context`: tokens of a sequence; `shape` None drops the fixed shape; `gamma`: the width of levels under the target.
+    `context`: tokens of a sequence; `shape` None drops the fixed shape; `gamma`: the width of levels under the target;
+    `correct`: tokens after which an approximate target computes their keys again.
     """
     target = parts.target
     bucket, spare = (shape.bucket, shape.rows) if shape else (1, 0)
@@ -210,7 +236,12 @@ def build_levels(
         full = HostView(target.config, parts.host_store(parts.kv, sequences, capacity), sequences, bucket)
     else:
         full = FullView(target.config, parts.store("target", target, sequences, capacity), sequences, bucket)
-    last = Target(target, full, shape, None if parts.offloaded else parts.graphs.get(id(target)))
+    graphs = None if parts.offloaded else parts.graphs.get(id(target))
+    last = Target(target, full, shape, graphs)
+    if approximate(stacks[0]):
+        spec = stacks[0][-1]
+        nearly = LastView(target.config, full.store, sequences, bucket, parts.tidal(spec), correct)
+        last = TidalTarget(str(spec), target, nearly, shape, graphs)
     named = [_named(stack[:-1]) for stack in stacks]
     places = {name: n for n, name in enumerate(dict.fromkeys(name for names in named for name in names))}
     made = [_level(spec, time, parts, full, select) for spec, time in places]
@@ -238,6 +269,8 @@ def _level(spec: Spec, time: int, parts: Parts, full: FullView, select: str) -> 
     if spec.view == "full":
         copies = parts.copy(spec.kv, full.store) if spec.kv else None
         return parts.level(name, model, InPlaceView(target.config, full, copies, sequences))
+    if spec.tidal:
+        return parts.level(name, model, TidalView(target.config, full, parts.tidal(spec), sequences))
     budget = spec.budget or WINDOW
     rule = Streaming() if spec.view == "streaming" else SELECT[select]()
     copy = parts.store(memory, target, sequences, budget + CHUNK + 3 * LONGEST)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+import mmap
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
@@ -35,8 +38,8 @@ class KVStore:
     ) -> None:
         """`capacity` in tokens. Pages of host memory are touched only as they are written."""
         self.shape = (sequences, config.kv_heads, capacity, config.head_dim)
-        self.keys = [torch.zeros(self.shape, dtype=dtype, device=device) for _ in range(config.layers)]
-        self.values = [torch.zeros(self.shape, dtype=dtype, device=device) for _ in range(config.layers)]
+        self.keys = [_zeros(self.shape, dtype, device) for _ in range(config.layers)]
+        self.values = [_zeros(self.shape, dtype, device) for _ in range(config.layers)]
         self.lanes: list[Lane] = list(config.windows)
         self.sequences, self.capacity = sequences, capacity
         self.device, self.dtype = device, dtype
@@ -52,3 +55,11 @@ class KVStore:
 
 
 Store = KVStore | HostKV
+
+
+def _zeros(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Zeros, on a host by the system's own promise: torch would write them."""
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    pages = mmap.mmap(-1, math.prod(shape) * dtype.itemsize)
+    return torch.frombuffer(pages, dtype=dtype).view(*shape)

@@ -4,32 +4,31 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
-from operator import itemgetter
 
+from hspec_decoding.batch import Running, Take, Totals, free, nobody, waiting
 from hspec_decoding.build import Parts, build_levels
 from hspec_decoding.checkpoints.checkpoint import Checkpoint
 from hspec_decoding.device import exact_shape, pick_device, pick_dtype
 from hspec_decoding.events import (
-    Choice,
     Emitted,
     Event,
     Finished,
     LevelReport,
     LevelRound,
     Prefilled,
-    Reason,
     Report,
     Round,
 )
 from hspec_decoding.inventory import Traffic, layer_of, placed
 from hspec_decoding.launches import tune_launches
 from hspec_decoding.levels import ModelLevel, Tally, count
-from hspec_decoding.load import choose_stacks, load_decoder, worthwhile
+from hspec_decoding.load import choose_stacks, load_decoder, together, worthwhile
 from hspec_decoding.model import Decoder
 from hspec_decoding.options import Request, Settings
 from hspec_decoding.place import cap, fitting_stacks, kv_place, planned_shape, planned_stacks, ring_of
+from hspec_decoding.retrospect import choices, fall_back, most_used
 from hspec_decoding.rules import Chooser, Coupled, Draft, NonFinite, Rejection
 from hspec_decoding.sampling import SeededDraws
 from hspec_decoding.sequence import Text
@@ -37,38 +36,12 @@ from hspec_decoding.stack import LONGEST, Stack, written
 from hspec_decoding.tuner import Average, Plan, Tuner, Used
 from hspec_offload.ask import Limits
 from hspec_offload.plan import Plan as Offload
-from hspec_profiles.errors import HspecError, UsageError
+from hspec_profiles.errors import HspecError
 
 PREFILL = {"cpu": 512, "cuda": 4096}  # tokens of a prefill chunk
 BURST = 8  # tokens that plain decoding makes on a GPU before the host looks at them
 
 __all__ = ["Engine", "Request", "Settings"]
-
-
-@dataclass
-class _Run:
-    """One sequence on its way."""
-
-    request: Request
-    text: Text
-    limit: int  # tokens to generate, cut to the context
-    generated: int = 0
-    finished: Reason | None = None
-
-    def take(self, tokens: Sequence[int]) -> tuple[int, ...]:
-        """Commit tokens up to the first end of sequence or the limit; what was taken."""
-        taken: list[int] = []
-        for token in tokens:
-            taken.append(token)
-            if token in self.request.eos:
-                self.finished = "eos"
-            elif self.generated + len(taken) == self.limit:
-                self.finished = "length" if self.limit == self.request.max_tokens else "context"
-            if self.finished:
-                break
-        self.text.commit(taken)
-        self.generated += len(taken)
-        return tuple(taken)
 
 
 class Engine:
@@ -92,6 +65,7 @@ class Engine:
         self.device, self.dtype = str(target.device), str(target.dtype).removeprefix("torch.")
         self.notes: list[str] = []
         self.plan: Offload | None = None  # where everything is, if that was planned
+        self.sequences = 1  # of a batch that there is room for
         for spec in {spec for stack in stacks for spec in stack}:
             self.parts.weights(spec.weights)  # so that no answer waits for it
 
@@ -106,13 +80,15 @@ class Engine:
         progress: Callable[[int, int], None] | None = None,
         plan: Offload | None = None,
         limits: Limits = Limits(),
+        sequences: int | None = 1,
     ) -> Engine:
         """Read the weights to where `plan` puts them, or all to one device. Raises UsageError for settings that cannot
         be meant, DoesNotFit where memory lacks.
 
         `vocabulary`: ids that the tokenizer knows, all that are ever produced; models whose embeddings are padded
         differently can then serve each other. `progress` is told (layers read, layers) of the target. A plan runs on
-        the device of the settings, be that of its kind or not; `limits` are those it was made within.
+        the device of the settings, be that of its kind or not; `limits` are those it was made within. `sequences` to
+        have room for in a batch, None for as many as find it; where something is offloaded, that is one.
         """
         notes: list[str] = []
         device = pick_device(settings.device, notes)
@@ -121,6 +97,11 @@ class Engine:
         stacks = fitting_stacks(settings, *configs, context, dtype, device, plan, limits)
         if not any(spec.name == "draft" for stack in stacks for spec in stack):
             draft = None
+        if plan is None or plan.resident:
+            models = [checkpoint.config for checkpoint in (target, draft) if checkpoint]
+            sequences = together(sequences, stacks, models, context, dtype, device, limits)
+        else:
+            sequences = 1
         cap(device, limits)
         vocabulary = min(target.config.vocab_size, vocabulary or target.config.vocab_size)
         forms = sorted({spec.weights for stack in stacks for spec in stack if spec.weights})
@@ -134,7 +115,7 @@ class Engine:
             large = load(target, progress=progress, plan=plan, ring=ring, notes=notes, exact=settings.exact)
             kv = kv_place(plan, ring)
         engine = cls(large, small, stacks, settings, context, Parts(large, small, kv=kv))
-        engine.notes, engine.plan = notes, plan
+        engine.notes, engine.plan, engine.sequences = notes, plan, sequences
         return engine
 
     def variant(self, settings: Settings) -> Engine:
@@ -148,7 +129,7 @@ class Engine:
             if len(stacks) > 1:
                 stacks = worthwhile(stacks, self.target.config, self.context, self.target.dtype)
         engine = Engine(self.target, self.draft, stacks, settings, self.context, self.parts)
-        engine.plan = self.plan
+        engine.plan, engine.sequences = self.plan, self.sequences
         return engine
 
     def generate(self, *requests: Request) -> Iterator[Event]:
@@ -157,16 +138,65 @@ class Engine:
         Closing the iterator early is fine: `report` then tells of what was done.
         """
         self._begin(requests)
+        yield from self._decode(nobody)
+
+    def serve(self, take: Take, size: int) -> Iterator[Event]:
+        """Decode requests as they come, `size` at a time at most: who finishes leaves, and who waits joins. Each says
+        what it says alone. `sequence` of those at work must differ.
+
+        Where something is offloaded they are decoded one after the other, and the report is of the last one.
+        """
+        if self.parts.offloaded:
+            while (request := take(True)) is not None:
+                yield from self.generate(request)
+        elif first := waiting(take, size):
+            self._begin(first, size)
+            yield from self._decode(take)
+
+    def leave(self, sequence: int) -> None:
+        """Decode this one no further; another may take its slot. No event tells of it."""
+        for run in self.runs:
+            if run.request.sequence == sequence and not run.finished:
+                run.finished = "left"
+
+    def _decode(self, take: Take) -> Iterator[Event]:
         yield placed(self.parts, self.plan)
         for run in self.runs:
             yield from self._prefill(run)
         self._rehearse()
         yield placed(self.parts, self.plan)
-        while active := [run for run in self.runs if not run.finished]:
+        while True:
+            yield from self._join(take)
+            active = [run for run in self.runs if not run.finished]
+            if not active:
+                return
             started = time.perf_counter()
             events = self._round(active)
             self.decode_seconds += time.perf_counter() - started
             yield from events
+
+    def _join(self, take: Take) -> Iterator[Event]:
+        """Fill free slots with requests that wait; where nothing is decoded, the first one is waited for."""
+        for slot in free(self.runs, self.size):
+            request = take(all(run.finished for run in self.runs))
+            if request is None:
+                return
+            run = Running.of(request, slot, self.context)
+            if slot < len(self.runs):
+                self.totals.add(self.runs[slot])
+                for level in (*self.levels.proposers, self.last):
+                    level.forget(slot)
+            self.runs[slot : slot + 1] = [run]
+            self._seat(run)
+            yield from self._prefill(run)
+
+    def _seat(self, *joined: Running) -> None:
+        """Tell levels and randomness of texts that joined."""
+        for level in (*self.levels.proposers, self.last):
+            if isinstance(level, ModelLevel):
+                level.crew = [run.text for run in self.runs]
+        if isinstance(self.by, Rejection):
+            self.by.draws.update({r.text.slot: SeededDraws(r.text.sampling.seed, r.text.key) for r in joined})
 
     def in_flight(self) -> int | None:
         """The layer whose weights, keys or values are being carried to the GPU; another thread may ask."""
@@ -179,71 +209,40 @@ class Engine:
         several = len(self.stacks) > 1
         proposers = [level for level in self.levels.proposers if level.tally.passes or not several]
         return Report(
-            prompt_tokens=sum(len(run.request.prompt) for run in self.runs),
-            generated_tokens=sum(run.generated for run in self.runs),
+            prompt_tokens=self.totals.prompt + sum(len(run.request.prompt) for run in self.runs),
+            generated_tokens=self.totals.generated + sum(run.generated for run in self.runs),
             prefill_seconds=self.prefill_seconds,
             setup_seconds=self.setup_seconds,
             decode_seconds=self.decode_seconds,
             levels=tuple(LevelReport(level.name, **vars(level.tally)) for level in (*proposers, self.last)),
-            stack=self._most_used() if several else self.stack,
+            stack=most_used(self.tuner, self.levels) if several else self.stack,
             seed=self.runs[0].request.sampling.seed,
-            note=self._note(),
+            note=fall_back(self.tuner),
             plain_seconds=plain.mean if plain else None,
-            choices=self._choices() if several else (),
+            choices=tuple(choices(self.tuner, self.levels)) if several else (),
         )
 
-    def _note(self) -> str | None:
-        """Whether plain decoding took over, in one sentence."""
-        tuner = self.tuner
-        if not self.levels.proposers or not tuner.fell_back:
-            return None
-        return (
-            f"speculation measured slower than plain decoding ({1e3 * tuner.plain_seconds:.1f} ms a token): "
-            f"{tuner.plain_rounds} of {tuner.rounds} rounds were plain"
-        )
-
-    def _most_used(self) -> str:
-        used = self.tuner.used
-        return self._written(max(used.items(), key=itemgetter(1), default=((), 0))[0])
-
-    def _choices(self) -> tuple[Choice, ...]:
-        """What the measurements promise of every stack, best first."""
-        tuner = self.tuner
-        if 0 not in tuner.target:
-            return ()
-        plans = sorted([Plan(), *tuner.choices()], key=tuner.rate, reverse=True)
-        return tuple(
-            Choice(self._written(plan.levels), plan.widths, 1 / tuner.rate(plan), tuner.used.get(plan.levels, 0))
-            for plan in plans
-        )
-
-    def _written(self, levels: Sequence[int]) -> str:
-        return " > ".join(level.name for level in (*(self.levels.proposers[n] for n in levels), self.last))
-
-    def _begin(self, requests: Sequence[Request]) -> None:
-        """Fresh state: nothing of an earlier call remains but its memory."""
-        self.runs = [self._run(slot, request) for slot, request in enumerate(requests)]
+    def _begin(self, requests: Sequence[Request], size: int = 0) -> None:
+        """Fresh state: nothing of an earlier call remains but its memory. `size`: slots, if more than requests."""
+        self.runs = [Running.of(request, slot, self.context) for slot, request in enumerate(requests)]
+        self.size, self.totals = max(size, len(requests)), Totals()
         self.parts.make_room()
-        sampling = requests[0].sampling
-        if any(request.sampling != sampling for request in requests):
-            raise UsageError("the sequences of one batch must share their sampling options")
         exact = self.settings.exact
-        shape = exact_shape(self.target.device, self.target.dtype, len(requests))
+        shape = exact_shape(self.target.device, self.target.dtype, self.size)
         self.shape = planned_shape(self.plan, shape) if exact else None
         self.levels = build_levels(
             self.stacks,
             self.parts,
             context=self.context,
-            sequences=len(requests),
+            sequences=self.size,
             select=self.settings.select,
             shape=self.shape,
             gamma=self.settings.gamma,
+            correct=self.settings.correct,
         )
         self.last = self.levels.last
         self.traffic = Traffic([*self.levels.proposers, self.last], self.target.device)
-        self.by: Chooser = Coupled(sampling)
-        if self.settings.rule == "rejection":
-            self.by = Rejection(sampling, {r.text.slot: SeededDraws(sampling.seed, r.text.key) for r in self.runs})
+        self.by: Chooser = Rejection({}) if self.settings.rule == "rejection" else Coupled()
         self.tuner = Tuner(
             sequential=[level.sequential for level in self.levels.proposers],
             fixed=self.levels.fixed,
@@ -252,21 +251,10 @@ class Engine:
             chains=self.levels.chains,
             guesses=[level.guess for level in self.levels.proposers],
         )
-        for level in (*self.levels.proposers, self.last):
-            if isinstance(level, ModelLevel):
-                level.crew = [run.text for run in self.runs]
+        self._seat(*self.runs)
         self.prefill_seconds = self.setup_seconds = self.decode_seconds = 0.0
 
-    def _run(self, slot: int, request: Request) -> _Run:
-        room = self.context - len(request.prompt)
-        if not request.prompt or room < 1:
-            raise UsageError(f"a prompt must have from 1 to {self.context - 1:,} tokens: {len(request.prompt):,}")
-        if request.max_tokens < 1:
-            raise UsageError(f"tokens to generate must be 1 or more: {request.max_tokens}")
-        text = Text(slot, request.sequence, list(request.prompt))
-        return _Run(request, text, min(request.max_tokens, room))
-
-    def _prefill(self, run: _Run) -> Iterator[Event]:
+    def _prefill(self, run: Running) -> Iterator[Event]:
         total, chunk = len(run.request.prompt), PREFILL[self.target.device.type]
         started = time.perf_counter()
         self._recall(run.text, chunk)
@@ -313,7 +301,7 @@ class Engine:
                 self.tuner.cost[n] = Average(0.0, 1)
         self.setup_seconds = time.perf_counter() - started
 
-    def _round(self, active: Sequence[_Run]) -> list[Event]:
+    def _round(self, active: Sequence[Running]) -> list[Event]:
         """One pass of the target over what the levels below it propose, or several of its own."""
         plan = self.tuner.plan()
         try:
@@ -323,7 +311,7 @@ class Engine:
         except NonFinite:
             raise self._non_finite() from None
 
-    def _burst(self, active: Sequence[_Run]) -> list[Event]:
+    def _burst(self, active: Sequence[Running]) -> list[Event]:
         """Plain decoding without waiting for each token."""
         started = time.perf_counter()
         length = min(BURST, *(run.limit - run.generated for run in active))
@@ -337,7 +325,7 @@ class Engine:
         did = (LevelRound(self.last.name, len(active), len(active), 0, 1, seconds),)
         return [*events, *[self._told(Round(0, 0, (), seconds, did), active, self.tuner.promise(Plan()))] * length]
 
-    def _speculate(self, active: Sequence[_Run], plan: Plan) -> list[Event]:
+    def _speculate(self, active: Sequence[Running], plan: Plan) -> list[Event]:
         started = time.perf_counter()
         texts = [run.text for run in active]
         proposers = [self.levels.proposers[n] for n in plan.levels]
@@ -361,7 +349,7 @@ class Engine:
         seconds = time.perf_counter() - started
         return [*events, self._told(Round(proposed, kept, plan.widths, seconds, tuple(did)), active, promised)]
 
-    def _told(self, done: Round, active: Sequence[_Run], promised: float | None) -> Round:
+    def _told(self, done: Round, active: Sequence[Running], promised: float | None) -> Round:
         """A round with what was measured of plain decoding, what was promised of it, and the bytes that it read."""
         lengths = [len(run.text) for run in active]
         return replace(self.traffic.told(done, lengths), plain=self.tuner.promise(Plan()), promised=promised)
@@ -377,12 +365,12 @@ class Engine:
             checked = self.by.check(texts, drafts, self.last)
         return checked, self.last.tally.seconds - before
 
-    def _emit(self, run: _Run, result: Draft) -> Iterator[Event]:
+    def _emit(self, run: Running, result: Draft) -> Iterator[Event]:
         tokens = run.take(result.tokens)
         self.last.tally.proposed += len(tokens)
         self.last.tally.kept += len(tokens)
         yield Emitted(tokens, run.request.sequence)
-        if run.finished:
+        if run.finished and run.finished != "left":
             yield Finished(run.finished, run.request.sequence)
 
     def _non_finite(self) -> HspecError:

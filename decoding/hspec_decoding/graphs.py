@@ -31,16 +31,18 @@ class Clock:
 
 @dataclass(frozen=True)
 class Noise:
-    """How the rows of a pass are sampled: sequence b, keyed `keys[b]`, has row 0 choose the token at `after[b]`."""
+    """How the rows of a pass are sampled: sequence b, keyed `keys[b]`, by `samplings[b]`; its row 0 chooses the token
+    at `after[b]`.
+    """
 
-    sampling: Sampling
+    samplings: Sequence[Sampling]
     keys: Sequence[int]
     after: Sequence[int]
 
     @property
     def numbers(self) -> list[list[int]]:
         """[NOISE, B]"""
-        return [[stream(self.sampling.seed, key) for key in self.keys], list(self.after)]
+        return [[stream(s.seed, key) for s, key in zip(self.samplings, self.keys, strict=True)], list(self.after)]
 
 
 class Mark:
@@ -129,14 +131,14 @@ class Graphs:
         self.decoder = decoder
         self.captured: dict[Key, Captured] = {}
         self.last: Captured | None = None  # replayed last
-        self.sampling: Sampling | None = None
-        self.options = torch.zeros(4, device=decoder.device)
+        self.samplings: dict[int, Sequence[Sampling]] = {}  # by the number of sequences, as what follows
+        self.options: dict[int, Tensor] = {}  # [B, 4], read by the graphs of as many
 
     def replay(
         self, tokens: Sequence[Sequence[int]], memory: Pass, noise: Noise, clock: Clock, ahead: Ahead | None = None
     ) -> Results:
         """Run a pass of `tokens` [B, rows], of which some may stand for those that are `ahead`."""
-        self._sample_by(noise.sampling)
+        self._sample_by(noise.samplings)
         layout = rounded(memory.layout)
         numbers = torch.tensor([*layout.numbers, *noise.numbers, *map(list, zip(*tokens, strict=True))])
         if ahead is not None:
@@ -178,10 +180,12 @@ class Graphs:
             chosen.append(captured.results.chosen[:, 0].clone())
         return torch.stack(chosen, 1), memory
 
-    def _sample_by(self, sampling: Sampling) -> None:
-        if sampling != self.sampling:
-            self.sampling = sampling
-            self.options.copy_(sampling.options)
+    def _sample_by(self, samplings: Sequence[Sampling]) -> None:
+        size = len(samplings)
+        if samplings != self.samplings.get(size):
+            self.samplings[size] = samplings
+            options = torch.stack([sampling.options for sampling in samplings])
+            self.options.setdefault(size, torch.zeros_like(options, device=self.decoder.device)).copy_(options)
 
     def _ready(self, numbers: Callable[[], Tensor], memory: Pass, layout: Layout, clock: Clock) -> Captured:
         """The graph of a pass, captured now where there is none yet."""
@@ -207,7 +211,7 @@ class Graphs:
             logits = self.decoder.logits(hidden)
             streams = inputs[said, :, None].expand(-1, layout.rows).reshape(-1)
             positions = inputs[said + 1, :, None] + torch.arange(layout.rows, device=inputs.device)
-            chosen = choose(logits.flatten(0, 1), self.options, streams, positions.reshape(-1))
+            chosen = choose(logits.flatten(0, 1), self.options[len(layout.slots)], streams, positions.reshape(-1))
             return Results(logits, chosen.view(-1, layout.rows), static.recorded)
 
         return Captured(*_recorded(run, self.decoder.device), inputs)

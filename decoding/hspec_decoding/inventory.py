@@ -15,6 +15,7 @@ from hspec_decoding.events import DeviceMemory, LayerPlace, MemoryPart, Placed, 
 from hspec_decoding.host_weights import HostLinear, SmallDecoder
 from hspec_decoding.levels import ModelLevel
 from hspec_decoding.sparse import SparseView
+from hspec_decoding.tidal import LastView, TidalView
 from hspec_decoding.views import FullView, InPlaceView, WindowView
 from hspec_kernels.linear import Quantized
 from hspec_offload.host_kv import HostKV
@@ -145,7 +146,9 @@ class Traffic:
         each, most = _attended(self._levels[name].view)
         if name not in self._weights:
             self._weights[name] = weight_bytes(self._levels[name].decoder)
-        return self._weights[name] + round(each * sum(min(length, most) for length in lengths))
+        view = self._levels[name].view
+        read = view.tidal.read if isinstance(view, (LastView, TidalView)) else float
+        return self._weights[name] + round(each * sum(min(read(length), most) for length in lengths))
 
 
 def _attended(view: View) -> tuple[float, float]:

@@ -21,7 +21,7 @@ from hspec_decoding.host_view import HostView
 from hspec_decoding.model import Decoder
 from hspec_decoding.prefill import prefill_by_layers
 from hspec_decoding.rules import Chooser, Coupled, Draft, NonFinite
-from hspec_decoding.sampling import Sampling, choose
+from hspec_decoding.sampling import choose
 from hspec_decoding.sequence import Text, speculating
 from hspec_decoding.stack import LONGEST
 from hspec_decoding.views import FullView, Pass, View
@@ -61,6 +61,10 @@ class Level(Protocol):
         """Look at a prompt before it is answered."""
         ...
 
+    def forget(self, slot: int) -> None:
+        """Another text takes this slot: nothing of the former one remains."""
+        ...
+
     def propose(self, texts: Sequence[Text], limits: Sequence[int], widths: Sequence[int], by: Chooser) -> list[Draft]:
         """At most `limits[b]` tokens after each text, none where it has nothing to say.
 
@@ -91,10 +95,11 @@ class _Block:
         """Rows that fill up a block repeat its last token: whatever that is, nothing worse joins the live rows."""
         return [tokens + tokens[-1:] * (self.memory.layout.rows - len(tokens)) for tokens in self.feed]
 
-    def noise(self, sampling: Sampling) -> Noise:
+    @property
+    def noise(self) -> Noise:
         """What randomness the rows are drawn with."""
         after = [len(text) - span.start for text, span in zip(self.texts, self.spans, strict=True)]
-        return Noise(sampling, [text.key for text in self.texts], after)
+        return Noise([text.sampling for text in self.texts], [text.key for text in self.texts], after)
 
 
 class ModelLevel:
@@ -113,9 +118,12 @@ class ModelLevel:
     def read(self, text: Text) -> None:
         """Nothing to do: what a model must know of a text it is fed when it is asked."""
 
+    def forget(self, slot: int) -> None:
+        self.view.forget(slot)
+
     def propose(self, texts: Sequence[Text], limits: Sequence[int], widths: Sequence[int], by: Chooser) -> list[Draft]:
         if self.graphs and isinstance(by, Coupled):
-            return self._chain(texts, [min(limit, widths[-1]) for limit in limits], by.sampling)
+            return self._chain(texts, [min(limit, widths[-1]) for limit in limits])
 
         def step(some: Sequence[Text], room: Sequence[int]) -> list[Draft]:  # noqa: ARG001
             return by.check(some, [Draft([]) for _ in some], self)
@@ -127,7 +135,7 @@ class ModelLevel:
         with self._timed() as clock:
             block = self._block(texts, drafts, clock)
             if self.graphs and block.memory.layout.rows <= PACKED:
-                replayed = self.graphs.replay(block.padded, block.memory, block.noise(Sampling()), clock)
+                replayed = self.graphs.replay(block.padded, block.memory, block.noise, clock)
                 logits = [rows[span] for rows, span in zip(replayed.logits, block.spans, strict=True)]
             else:
                 logits = self._score(self._forward(block.padded, block.memory), block.spans)
@@ -135,23 +143,22 @@ class ModelLevel:
             self.decoder.finish()
         return logits[: len(texts)]
 
-    def choices(self, texts: Sequence[Text], drafts: Sequence[Draft], sampling: Sampling) -> list[list[int]]:
+    def choices(self, texts: Sequence[Text], drafts: Sequence[Draft]) -> list[list[int]]:
         """For each text the coupled samples after it and after each of its n drafted tokens, in one pass."""
-        return [self._sound(own) for own in self._choices(texts, drafts, sampling)]
+        return [self._sound(own) for own in self._choices(texts, drafts)]
 
-    def _choices(self, texts: Sequence[Text], drafts: Sequence[Draft], sampling: Sampling) -> list[list[int]]:
+    def _choices(self, texts: Sequence[Text], drafts: Sequence[Draft]) -> list[list[int]]:
         ahead = next((draft.ahead for draft in drafts if draft.ahead), None)  # they are all of one chain
         with self._timed() as clock:
             block = self._block(texts, drafts, clock)
-            noise = block.noise(sampling)
             if self.graphs and block.memory.layout.rows <= PACKED:
-                results = self.graphs.replay(block.padded, block.memory, noise, clock, ahead)
+                results = self.graphs.replay(block.padded, block.memory, block.noise, clock, ahead)
                 found = ahead.wait(clock, results.chosen) if ahead else fetched(results.chosen)
                 chosen = [own[span] for own, span in zip(found[0], block.spans, strict=True)]
             else:
                 logits = self._score(self._forward(block.padded, block.memory, ahead), block.spans)
                 chosen = [
-                    choose(rows, sampling, [text.key] * len(rows), range(len(text), len(text) + len(rows)))
+                    choose(rows, text.sampling, [text.key] * len(rows), range(len(text), len(text) + len(rows)))
                     for text, rows in zip(block.texts, logits, strict=True)
                 ]
                 if ahead:
@@ -168,7 +175,7 @@ class ModelLevel:
         broken = next((n for n, token in enumerate(chosen) if token < 0), len(chosen))
         return chosen[:broken] or self._sound(chosen[:1])
 
-    def _chain(self, texts: Sequence[Text], lengths: Sequence[int], sampling: Sampling) -> list[Draft]:
+    def _chain(self, texts: Sequence[Text], lengths: Sequence[int]) -> list[Draft]:
         """Coupled samples token after token, each fed back on the device; the host has yet to wait for them."""
         drafts = [Draft([]) for _ in texts]
         going = [b for b, length in enumerate(lengths) if length]
@@ -187,7 +194,7 @@ class ModelLevel:
             alone = [Draft([]) for _ in some]
             block = self._block(some, alone, clock)
             chosen, last = self.graphs.chain(
-                block.padded, block.memory, block.noise(sampling), list(map(len, block.feed)), max(lengths), clock
+                block.padded, block.memory, block.noise, list(map(len, block.feed)), max(lengths), clock
             )
             self._fed(block, alone)
             if isinstance(self.view, FullView):
@@ -208,7 +215,7 @@ class ModelLevel:
         tally, drafts = replace(self.tally), [Draft([0] * (rows - 1)) for _ in texts]
         for _ in range(2):
             before = self.tally.seconds
-            self._choices(texts, drafts, Sampling())
+            self._choices(texts, drafts)
             seconds = self.tally.seconds - before
         vars(self.tally).update(vars(tally))
         return seconds
@@ -333,6 +340,10 @@ class Verified:
 
     def read(self, text: Text) -> None:
         self.below.read(text)
+
+    def forget(self, slot: int) -> None:
+        self.below.forget(slot)
+        self.model.forget(slot)
 
     def propose(self, texts: Sequence[Text], limits: Sequence[int], widths: Sequence[int], by: Chooser) -> list[Draft]:
         def step(some: Sequence[Text], room: Sequence[int]) -> list[Draft]:

@@ -8,7 +8,7 @@ from functools import partial
 
 import torch
 
-from hspec_decoding.build import resolve
+from hspec_decoding.build import WINDOW, resolve
 from hspec_decoding.checkpoints.checkpoint import Checkpoint
 from hspec_decoding.config import ModelConfig
 from hspec_decoding.host_weights import HostDecoder, WeightPlace
@@ -29,6 +29,8 @@ from hspec_profiles.profile import Gpu, Host, HostProfile
 
 HEADROOM = 0.05  # share of the memory left for activations
 SHARE = {"nf4": 0.29, "int4": 0.28, "int8": 0.53}  # bytes of a copy, of those in 16 bits, scales among them
+BEYOND = 8 * LONGEST  # tokens that a sequence's memory has room for behind its context, at most
+TOGETHER = 32  # sequences of a batch that nobody set a number for
 LEAST, CLEARLY = 2e9, 0.8  # bytes of a target's pass, and the share of them, that make a middle level worth a try
 
 
@@ -101,6 +103,39 @@ def _copies(spec: Spec, weights: float, keys: float, context: int) -> Iterator[t
     if spec.view == "retrieval":
         yield "chunk means", keys / 2 / CHUNK
         yield str(spec), keys * min(1.0, ((spec.budget or 0) + 4 * LONGEST) / context)
+
+
+def together(
+    asked: int | None,
+    stacks: Sequence[Stack],
+    configs: Sequence[ModelConfig],
+    context: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    limits: Limits = Limits(),
+) -> int:
+    """Sequences of `context` tokens each to decode at a time: as many as are asked for, else as have room for their
+    keys and values and for what levels keep of these, TOGETHER at most.
+
+    `configs`: of the target, then of a draft. Raises DoesNotFit.
+    """
+    weights = tensor_bytes(configs[0].tensors().values(), dtype.itemsize)
+    keys, *windows = (
+        kv_bytes(config.layers, config.kv_heads, config.head_dim, tokens, dtype.itemsize)
+        for config, tokens in zip(configs, (context + BEYOND, 2 * WINDOW + BEYOND), strict=False)
+    )
+    specs = {spec for stack in stacks for spec in stack}
+    once = sum(dict(copy for spec in specs for copy in _copies(spec, weights, 0, context)).values())
+    each = keys + sum(windows) + sum(dict(copy for spec in specs for copy in _copies(spec, 0, keys, context)).values())
+    room = room_left(configs, 0, dtype, device, limits)
+    most = max(1, int((room - once) / each))  # that one has room was checked before
+    if asked is not None and asked > most:
+        raise DoesNotFit(
+            f"{asked} sequences of {context:,} tokens need {human(asked * each)}, and {human(room - once)} are left "
+            "beside the weights",
+            f"`--batch {most}`, or a shorter context: `--ctx`",
+        )
+    return asked or min(most, TOGETHER)
 
 
 def check_memory(

@@ -37,6 +37,9 @@ class NGram:
     def read(self, text: Text) -> None:
         self._index(text)
 
+    def forget(self, slot: int) -> None:
+        self.tables[slot], self.indexed[slot] = {}, 0
+
     def _index(self, text: Text) -> None:
         """Enter the n-grams of committed tokens that have a successor."""
         table, tokens = self.tables[text.slot], text.tokens

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from hspec_decoding.sampling import Sampling
 
 RULES = ("coupled", "rejection")
+CORRECT = 64  # tokens after which an approximate target computes their keys again
 
 
 @dataclass(frozen=True)
@@ -20,6 +21,7 @@ class Settings:
     exact: bool = True
     budget: int | None = None
     gamma: int | None = None
+    correct: int = CORRECT
     adapt: bool = True  # widths follow measurements, and plain decoding takes over where it is faster
     dtype: str = "auto"
     device: str = "auto"
@@ -27,10 +29,15 @@ class Settings:
 
 @dataclass(frozen=True)
 class Request:
-    """One prompt, and when to stop. `sequence` keys its randomness: same key, seed and prompt, same text."""
+    """One prompt, and when to stop.
+
+    `sequence` is what events call it by, and keys its randomness unless `key` does: same key, seed and prompt, same
+    text.
+    """
 
     prompt: tuple[int, ...]
     max_tokens: int
     eos: frozenset[int] = frozenset()
     sampling: Sampling = field(default_factory=Sampling)
     sequence: int = 0
+    key: int | None = None

@@ -9,7 +9,7 @@ from typing import Protocol
 from torch import Tensor
 
 from hspec_decoding.graphs import Ahead, Clock
-from hspec_decoding.sampling import Draws, Sampling, accept, agree, probabilities
+from hspec_decoding.sampling import Draws, accept, agree, probabilities
 from hspec_decoding.sequence import Text
 
 
@@ -38,7 +38,7 @@ class Judge(Protocol):
         """For each text the logits [n + 1, V] after it and after each of its n drafted tokens."""
         ...
 
-    def choices(self, texts: Sequence[Text], drafts: Sequence[Draft], sampling: Sampling) -> list[list[int]]:
+    def choices(self, texts: Sequence[Text], drafts: Sequence[Draft]) -> list[list[int]]:
         """For each text the coupled samples after it and after each of its n drafted tokens."""
         ...
 
@@ -55,10 +55,8 @@ class Chooser(Protocol):
 class Coupled:
     """The coupled rule: every level draws with the noise of the position."""
 
-    sampling: Sampling
-
     def check(self, texts: Sequence[Text], drafts: Sequence[Draft], model: Judge) -> list[Draft]:
-        chosen = model.choices(texts, drafts, self.sampling)
+        chosen = model.choices(texts, drafts)
         return [Draft(agree(draft.tokens, own)) for draft, own in zip(drafts, chosen, strict=True)]
 
 
@@ -66,13 +64,12 @@ class Coupled:
 class Rejection:
     """The rejection rule: every level hands up the laws that its tokens were drawn from."""
 
-    sampling: Sampling
     draws: dict[int, Draws]  # by slot
 
     def check(self, texts: Sequence[Text], drafts: Sequence[Draft], model: Judge) -> list[Draft]:
         checked = []
         for text, draft, rows in zip(texts, drafts, model.logits(texts, drafts), strict=True):
-            target = list(probabilities(rows, self.sampling))
+            target = list(probabilities(rows, text.sampling))
             laws = [law.to(rows.device) for law in draft.laws]
             tokens = accept(draft.tokens, laws, target, self.draws[text.slot])
             checked.append(Draft(tokens, target[: len(tokens)]))

@@ -6,17 +6,21 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
+from hspec_decoding.sampling import Sampling
+
 
 @dataclass
 class Text:
     """Tokens of one sequence. Levels append what they propose and take it back; `committed` tokens stay.
 
-    `slot` is its row in every KV store, `key` what its randomness is keyed by, `prompt` the tokens it began with.
+    `slot` is its row in every KV store, `key` what its randomness is keyed by, `prompt` the tokens it began with,
+    `sampling` how they are drawn.
     """
 
     slot: int
     key: int
     tokens: list[int]
+    sampling: Sampling = field(default_factory=Sampling)
     committed: int = field(init=False)
     prompt: int = field(init=False)
 
@@ -70,6 +74,11 @@ class Held:
     def extend(self, tokens: Sequence[int]) -> None:
         """Count tokens as held."""
         self.tokens.extend(tokens)
+
+    def cut(self, length: int) -> None:
+        """Forget all tokens behind the first `length`."""
+        del self.tokens[length:]
+        self._certain = min(self._certain, length)
 
     def reset(self) -> None:
         """Forget everything."""

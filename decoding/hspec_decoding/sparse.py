@@ -78,11 +78,11 @@ class VerifyFed:
 
     def scores(self, asked: Asked, means: Tensor, slots: Tensor, count: Tensor, extent: int) -> Tensor:
         """Attention mass over the chunks' means, summed over rows and over the query heads of each KV head."""
-        lse = _lse_of_means(asked, means[slots, :, :extent], count) if asked.lse is None else asked.lse
+        lse = lse_of_means(asked, means[slots, :, :extent], count) if asked.lse is None else asked.lse
         return score_chunks(asked.queries, lse, asked.live, means, slots, count, extent)
 
 
-def _lse_of_means(asked: Asked, means: Tensor, count: Tensor) -> Tensor:
+def lse_of_means(asked: Asked, means: Tensor, count: Tensor) -> Tensor:
     """Log-sum-exps [B, R, H] over the means [B, HK, C, D] themselves, of which count[b] are there."""
     batch, rows, _, dim = asked.queries.shape
     grouped = asked.queries.float().reshape(batch, rows, means.shape[1], -1, dim)  # [B, R, HK, G, D]
@@ -219,6 +219,11 @@ class SparseView:
 
     def fed(self, text: Text, tokens: Sequence[int]) -> None:
         self.held[text.slot].extend(tokens)
+
+    def forget(self, slot: int) -> None:
+        self.held[slot].reset()
+        self.base[slot], self.filled[slot] = -1, {}
+        self.ranked = {place: ranked for place, ranked in self.ranked.items() if place[0] != slot}
 
     def begin(self, texts: Sequence[Text], rows: int) -> Pass:
         slots = [text.slot for text in texts]

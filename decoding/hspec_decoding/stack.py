@@ -18,9 +18,11 @@ __all__ = [
     "LONGEST",
     "METHODS",
     "PLAIN",
+    "TIDAL",
     "VIEWS",
     "Spec",
     "Stack",
+    "approximate",
     "candidates",
     "method",
     "parse",
@@ -28,11 +30,14 @@ __all__ = [
 ]
 
 LONGEST = 63  # tokens of a block behind its root
-VIEWS = {"target": ("full", "streaming", "retrieval"), "draft": ("streaming",), "ngram": ()}
+TIDAL = ("tidal", "tidal-heads", "tidal-pooled", "tidal-fed")  # lists made as calibrated, or as said
+VIEWS = {"target": ("full", "streaming", "retrieval", *TIDAL), "draft": ("streaming",), "ngram": ()}
 FORMATS = {"w": ("nf4", "int4"), "kv": ("int4", "int8")}  # of a resident copy of the target's weights, of its keys
 METHODS = {
     "auto": "the fastest of TriForce with whole or 4-bit middle levels and plain decoding, measured as it runs",
     "triforce": "draft or n-grams > target with retrieved keys > target (arXiv 2404.11912)",
+    "tidal": "APPROXIMATE: the target with a few layers that read all keys (arXiv 2410.05076)",
+    "tidal-lossless": "the same as a draft > target, which alone decides the text",
     "autoregressive": "the target alone, one token a pass",
 }
 _TOKEN = re.compile(r"\s*(?:([A-Za-z][\w-]*)|(\d+)|([>(),:=]))")
@@ -49,6 +54,11 @@ class Spec(Level):
         """Whether this is the target itself over all its keys, which alone decides the text."""
         return (self.name, self.view, self.weights, self.kv) == ("target", "full", None, None)
 
+    @property
+    def tidal(self) -> bool:
+        """Whether this is the target by TidalDecode."""
+        return self.view in TIDAL
+
 
 Stack = tuple[Spec, ...]
 PLAIN: Stack = (Spec("target", "full"),)
@@ -60,8 +70,15 @@ def method(name: str, *, draft: bool) -> Stack:
         raise UsageError(f"unknown method: {name!r}", "methods are " + ", ".join(METHODS))
     if name == "autoregressive":
         return PLAIN
+    if name in ("tidal", "tidal-lossless"):
+        return (Spec("target", "tidal"), *PLAIN[: name == "tidal-lossless"])
     first = Spec("draft", "streaming") if draft else Spec("ngram")
     return (first, Spec("target", "retrieval"), *PLAIN)
+
+
+def approximate(stack: Stack) -> bool:
+    """Whether the text is not the target's own, but nearly."""
+    return not stack[-1].decides
 
 
 def candidates(*, draft: bool, offloaded: bool = False) -> list[Stack]:
@@ -90,7 +107,8 @@ def parse(text: str) -> Stack:
         stack.append(reader.level())
     if reader.peek():
         reader.fail("expected `>`")
-    if not stack[-1].decides:
+    alone = len(stack) == 1 and stack[0].tidal and not stack[0].weights
+    if not stack[-1].decides and not alone:
         reader.fail("the last level must be `target(full)`, which alone decides the text")
     return tuple(stack)
 

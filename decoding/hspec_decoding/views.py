@@ -61,6 +61,10 @@ class View(Protocol):
         """Count `tokens` as held: the pass has run."""
         ...
 
+    def forget(self, slot: int) -> None:
+        """Another text takes this slot."""
+        ...
+
 
 @dataclass(frozen=True)
 class Layout:
@@ -221,6 +225,12 @@ class FullView:
     def fed(self, text: Text, tokens: Sequence[int]) -> None:
         self.held[text.slot].extend(tokens)
 
+    def forget(self, slot: int) -> None:
+        self.held[slot].reset()
+        self.recorded.pop(slot, None)
+        if self.means is not None:
+            self.means.done[slot] = 0
+
     def room(self, text: Text) -> int:
         """Tokens that may be fed behind the text's last one without leaving its bucket; no limit without buckets."""
         return self.bucket - 1 - (len(text) - 1) % self.bucket if self.bucket > 1 else self.store.capacity
@@ -281,6 +291,10 @@ class WindowView:
 
     def fed(self, text: Text, tokens: Sequence[int]) -> None:
         self.full.fed(text, tokens)
+
+    def forget(self, slot: int) -> None:
+        self.full.forget(slot)
+        self.skipped[slot] = 0
 
     def begin(self, texts: Sequence[Text], rows: int) -> Pass:
         return self.full.begin(texts, rows)
@@ -344,6 +358,10 @@ class InPlaceView:
 
     def fed(self, text: Text, tokens: Sequence[int]) -> None:
         self.held[text.slot].extend(tokens)
+
+    def forget(self, slot: int) -> None:
+        self.held[slot].reset()
+        self.base[slot], self.copied[slot] = -1, 0
 
     def begin(self, texts: Sequence[Text], rows: int) -> Pass:
         slots, store = [text.slot for text in texts], self.source.store

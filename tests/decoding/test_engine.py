@@ -141,12 +141,6 @@ def test_requests_that_cannot_be_meant(asked: Request, says: str) -> None:
         answer(run, asked)
 
 
-def test_one_batch_has_one_sampling() -> None:
-    run = tiny_engine.engine("target", random_decoder())
-    with pytest.raises(UsageError, match="share their sampling"):
-        answers(run, Request((5,), 3, sequence=0), Request((5,), 3, sampling=Sampling(1.0), sequence=1))
-
-
 def test_what_does_not_fit_is_told_with_a_context_that_does(monkeypatch: pytest.MonkeyPatch) -> None:
     """The hint is true: that context is accepted, one token more is not."""
     shape, cpu = tiny_engine.config(), torch.device("cpu")

@@ -135,6 +135,23 @@ def test_replays_say_what_passes_say(stack: str, temperature: float, request: py
     assert sizes == {3}, "a pass of part of a batch is one of the whole batch"
 
 
+@pytest.mark.usefixtures("restless")
+@pytest.mark.parametrize("stack", ["target(full)", "draft > target(retrieval:64, w=int4) > target(full)"])
+def test_replays_of_a_batch_that_changes(stack: str, request: pytest.FixtureRequest) -> None:
+    """It grows, and slots change hands; options differ by sequence, in passes that were captured with others."""
+    by = [Sampling(), Sampling(1.2, top_k=9, seed=8), Sampling(0.8, seed=1), Sampling(1.0, min_p=0.2), Sampling(2.0)]
+    asked = [
+        Request(tiny_engine.prompt(n, n), 20 + n % 19, sampling=sampling, sequence=i, key=i % 2)
+        for i, (n, sampling) in enumerate(zip((300, 1, 40, 120, 77), by, strict=True))
+    ]
+    plain = tiny_engine.engine("target(full)", random_decoder())
+    wanted = [answers(plain, one)[0] for one in asked]
+    request.getfixturevalue("graphed")
+    run = tiny_engine.engine(stack, random_decoder(), random_decoder(seed=1))
+    assert tiny_engine.gathered(run.serve(tiny_engine.coming(asked, late=2), 3), asked) == wanted
+    assert {key[1] for made in run.parts.graphs.values() for key in made.captured} == {1, 2, 3}
+
+
 def engines(stacks: list[str], made: Decoder, context: int = 500, **options: Any) -> Engine:
     written = [resolve(parse(stack), context, budget=None, keep=True) for stack in stacks]
     return Engine(made, None, written, Settings(**options), context)

@@ -63,7 +63,7 @@ class Published(Rejection):
     def check(self, texts: Sequence[Text], drafts: Sequence[Draft], model: ModelLevel) -> list[Draft]:
         checked = []
         for text, draft, rows in zip(texts, drafts, model.logits(texts, drafts), strict=True):
-            own = list(probabilities(rows, self.sampling))
+            own = list(probabilities(rows, text.sampling))
             tokens = accept(draft.tokens, draft.laws, own, _WithoutResidual(self.draws[text.slot], own))
             checked.append(Draft(tokens, own[: len(tokens)]))
         return checked
@@ -89,7 +89,7 @@ class PublishedMiddle(Verified):
 
     def propose(self, texts: Sequence[Text], limits: Sequence[int], widths: Sequence[int], by: Chooser) -> list[Draft]:
         assert isinstance(by, Rejection)
-        return super().propose(texts, limits, widths, Published(by.sampling, by.draws))
+        return super().propose(texts, limits, widths, Published(by.draws))
 
 
 # exactly
@@ -150,8 +150,8 @@ def texts_law(
 
     def program(draws: Branches) -> Prefix:
         levels = [laws.level(number, len(prompt)) for number in range(len(laws.tables))]
-        text = Text(0, 0, list(prompt))
-        by = Rejection(Sampling(1.0), {0: draws})
+        text = Text(0, 0, list(prompt), Sampling(1.0))
+        by = Rejection({0: draws})
         decode([text], len(prompt) + laws.length, build(levels[:-1]), levels[-1], widths, by)
         return tuple(text.tokens[len(prompt) : len(prompt) + laws.length])
 
@@ -244,11 +244,11 @@ DRAFT, MIDDLE = markov(1), markov(2, TARGET, 0.8)
 
 def counted(proposer: Level, rule: str, seed: int, widths: Sequence[int] = (2, 6)) -> float:
     """Probability of a worse fit than that of 23,000 tokens, each after its last two, to the target's law."""
-    texts = [Text(i, i, [i % SIZE]) for i in range(TEXTS)]
-    target, sampling = Chain(TARGET), Sampling(1.0, seed=seed)
-    by: Chooser = Coupled(sampling)
+    texts = [Text(i, i, [i % SIZE], Sampling(1.0, seed=seed)) for i in range(TEXTS)]
+    target = Chain(TARGET)
+    by: Chooser = Coupled()
     if rule == "rejection":
-        by = Rejection(sampling, {i: SeededDraws(seed, i) for i in range(TEXTS)})
+        by = Rejection({i: SeededDraws(seed, i) for i in range(TEXTS)})
     for start in range(0, TEXTS, 8):
         decode(texts[start : start + 8], LENGTH + 1, proposer, target, widths, by)
     said = torch.tensor([text.tokens[: LENGTH + 1] for text in texts])

@@ -24,7 +24,7 @@ from hspec_decoding.sequence import Text, speculating
 from hspec_decoding.stack import LONGEST
 from hspec_decoding.views import FullView, View
 
-GREEDY = Coupled(Sampling())
+GREEDY = Coupled()
 
 
 # texts
@@ -93,7 +93,7 @@ def test_n_grams_are_those_of_a_naive_search(
 
 def test_an_n_gram_is_certain_under_the_rejection_rule() -> None:
     text = Text(0, 0, [1, 2, 3, 1, 2])
-    draft = NGram(5, 1).propose([text], [4], [4], Rejection(Sampling(1.0), {0: SeededDraws(0, 0)}))[0]
+    draft = NGram(5, 1).propose([text], [4], [4], Rejection({0: SeededDraws(0, 0)}))[0]
     assert draft.tokens == [3, 1, 2, 3]
     assert [law.tolist() for law in draft.laws] == [[float(i == token) for i in range(5)] for token in draft.tokens]
 
@@ -137,11 +137,10 @@ def test_a_stack_keeps_to_its_limits(
     stack: Level = levels[0]
     for level in levels[1:]:
         stack = Verified(stack, level)
-    texts = [Text(0, 0, [0, 1, 2]), Text(1, 1, [0])]
-    sampling = Sampling(0.5)
-    by: Chooser = Coupled(sampling)
+    texts = [Text(0, 0, [0, 1, 2], Sampling(0.5)), Text(1, 1, [0], Sampling(0.5))]
+    by: Chooser = Coupled()
     if rule == "rejection":
-        by = Rejection(sampling, {slot: SeededDraws(0, slot) for slot in (0, 1)})
+        by = Rejection({slot: SeededDraws(0, slot) for slot in (0, 1)})
     drafts = stack.propose(texts, limits, widths, by)
     assert [text.tokens for text in texts] == [[0, 1, 2], [0]]
     for draft, limit in zip(drafts, limits, strict=True):

@@ -71,6 +71,20 @@ def test_options_together(by: tuple[float, float, int, float], device: torch.dev
     assert agrees(rows.to(device), options(device, *by), seed=len(str(by)))
 
 
+@pytest.mark.parametrize("shape", [{}, SMALL], indirect=True, ids=["default", "small"])
+@pytest.mark.usefixtures("shape")
+def test_options_of_each_sequence(device: torch.device) -> None:
+    """Two rows of each of four; among others one is greedy, and one takes next to nothing out."""
+    rows = logits_of(8, 700, spread=2.0).to(device)
+    by = torch.stack([options(device, *o) for o in ((0,), (0.7, 0.6), (1.5, 1, 4), (1, 1, 0, 0.3))])
+    streams, positions = noise(8, device)
+    parts = [slice(2 * b, 2 * b + 2) for b in range(4)]
+    alone = torch.cat([choose(rows[at], own, streams[at], positions[at]) for at, own in zip(parts, by, strict=True)])
+    assert torch.equal(choose(rows, by, streams, positions), alone)
+    assert agrees(rows, by)
+    assert not torch.equal(choose(rows, by.flip(0), streams, positions), alone)
+
+
 @pytest.mark.parametrize("shape", [{"TILE": 16, "BLOCK": 4, "HEAD": 1, "FRONT": 1, "CHAIN": 4}], indirect=True)
 @pytest.mark.parametrize("top_p", [pytest.param(0.6, marks=pytest.mark.long), 0.2])
 @pytest.mark.usefixtures("shape")

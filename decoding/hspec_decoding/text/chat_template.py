@@ -1,4 +1,4 @@
-"""A model's chat template: Jinja source from a stranger, rendered in a sandbox around one question.
+"""A model's chat template: Jinja source from a stranger, rendered in a sandbox around what was said so far.
 
 It renders what transformers renders, without importing it. A user's text that spells a control token, such as
 `<|im_end|>`, stays text: the rendering comes back in pieces, cut inside every such spelling.
@@ -22,6 +22,8 @@ from jinja2.utils import Namespace
 
 from hspec_profiles.errors import HspecError
 
+Message = dict[str, str]  # role and content
+
 
 class ChatTemplate:
     """One template with the special tokens' texts it may write and the control strings a user may not."""
@@ -32,26 +34,28 @@ class ChatTemplate:
         longer = sorted((text for text in controls if len(text) > 1), key=len, reverse=True)
         self._controls = re.compile("|".join(map(re.escape, longer))) if longer else None
 
-    def render(self, user: str, system: str | None = None) -> list[str]:
+    def render(self, messages: Sequence[Message]) -> list[str]:
         """The prompt up to where the assistant speaks, as pieces to be tokenized one by one and joined.
 
-        A template that refuses or drops a system message gets it at the head of the user's. Raises HspecError
-        with the template's own message when it refuses the user's too.
+        A template that refuses or drops a system message, which comes first, gets it at the head of the one after it.
+        Raises HspecError with the template's own message when it refuses the others too.
         """
-        mark = _unused(self._source + user + (system or ""))
-        user, system = self._cut(user, mark), self._cut(system, mark) if system else None
-        text = self._with_system(user, system) if system else None
-        if text is None:
-            text = self._fill([_message("user", f"{system}\n\n{user}" if system else user)])
-        return text.split(mark)
+        mark = _unused(self._source + "".join(message["content"] for message in messages))
+        cut = [{**message, "content": self._cut(message["content"], mark)} for message in messages]
+        text = None
+        if len(cut) > 1 and cut[0]["role"] == "system":
+            system, after, *rest = cut
+            text = self._with_system(cut)
+            cut = [{**after, "content": f"{system['content']}\n\n{after['content']}"}, *rest]
+        return (self._fill(cut) if text is None else text).split(mark)
 
-    def _with_system(self, user: str, system: str) -> str | None:
+    def _with_system(self, messages: list[Message]) -> str | None:
         """The rendering with the system text in a message of its own, None where the template takes none."""
         try:
-            text = self._fill([_message("system", system), _message("user", user)])
+            text = self._fill(messages)
         except HspecError:
             return None
-        return text if system.strip() in text else None
+        return text if messages[0]["content"].strip() in text else None
 
     def _cut(self, text: str, mark: str) -> str:
         """The text with `mark` after the first character of every control string, overlapping ones too."""
@@ -62,7 +66,7 @@ class ChatTemplate:
             start = at
         return mark.join([*parts, text[start:]])
 
-    def _fill(self, messages: list[dict[str, str]]) -> str:
+    def _fill(self, messages: list[Message]) -> str:
         try:
             return self._compiled.render(
                 messages=messages, tools=None, documents=None, add_generation_prompt=True, **self._roles
@@ -112,10 +116,6 @@ class _Namespace(Namespace):
 def _check_name(name: object) -> None:
     if str(name).startswith("_"):
         raise jinja2.exceptions.SecurityError(f"namespace attribute {name!r} is not allowed")
-
-
-def _message(role: str, content: str) -> dict[str, str]:
-    return {"role": role, "content": content}
 
 
 def _unused(text: str) -> str:

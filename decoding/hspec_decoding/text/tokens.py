@@ -10,7 +10,7 @@ from typing import Any
 from tokenizers import Tokenizer as Backend
 
 from hspec_decoding.text import tokenizer_files
-from hspec_decoding.text.chat_template import ChatTemplate
+from hspec_decoding.text.chat_template import ChatTemplate, Message
 from hspec_decoding.text.spelling import Spelling
 from hspec_decoding.text.tokenizer_files import TokenizerFiles
 from hspec_profiles.errors import HspecError
@@ -65,14 +65,20 @@ class Tokenizer:
         return list(self._backend.encode(_valid(text)).ids)
 
     def chat(self, user: str, system: str | None = None) -> list[int]:
-        """The ids of one question under the chat template, ready for the answer.
+        """The ids of one question under the chat template, ready for the answer."""
+        said = [("system", system)] if system else []
+        return self.converse([{"role": role, "content": text} for role, text in [*said, ("user", user)]])
 
-        They begin with one BOS where the tokenizer puts one. Control strings in the user's and the system text
-        are text. Raises HspecError when there is no template or it refuses.
+    def converse(self, messages: Sequence[Message]) -> list[int]:
+        """The ids of what was said so far, under the chat template, ready for the answer; system messages come first.
+
+        They begin with one BOS where the tokenizer puts one. Control strings in what was said are text. Raises
+        HspecError when there is no template or it refuses.
         """
         if self._template is None:
             raise HspecError("the model has no chat template", "`--raw` sends the prompt as it is")
-        first, *rest = self._template.render(_valid(user), system and _valid(system))
+        said = [{**message, "content": _valid(message["content"])} for message in messages]
+        first, *rest = self._template.render(said)
         ids = self._plain(first)
         for piece in rest:
             ids += self._continued(piece)

@@ -22,7 +22,8 @@ def choose(logits: Tensor, options: Tensor, streams: Tensor, positions: Tensor) 
     """The token that each row of logits chooses, by the noise of its own sequence and position.
 
     logits    [N, V]   float32, rows may be further apart than V; -inf is a token without a chance
-    options   [4]      float32: temperature, top-p, top-k, min-p; top-k 0, top-p 1 and min-p 0 drop nothing
+    options   [4]      float32: temperature, top-p, top-k, min-p; top-k 0, top-p 1 and min-p 0 drop nothing;
+              [B, 4]   of the first N / B rows, of the next as many, and so on
     streams   [N]      int64, `stream` of a row's sequence
     positions [N]      int64
     -> tokens [N]      int64; -1 for a row that holds NaN or +inf, or nothing finite
@@ -35,7 +36,7 @@ def choose(logits: Tensor, options: Tensor, streams: Tensor, positions: Tensor) 
     tokens = torch.empty(len(logits), dtype=torch.int64, device=logits.device)
     if len(logits):
         rows = logits if logits.stride(1) == 1 else logits.contiguous()
-        _choose(rows, options, streams.contiguous(), positions.contiguous(), tokens)
+        _choose(rows, options.contiguous(), streams.contiguous(), positions.contiguous(), tokens)
     return tokens
 
 
@@ -43,6 +44,7 @@ def _choose(logits: Tensor, options: Tensor, streams: Tensor, positions: Tensor,
     from hspec_kernels.sample import kernel
 
     (rows, size), step = logits.shape, logits.stride(0)
+    each = rows * 4 // options.numel()  # rows that share their options
     tiles = -(-size // TILE)
     blocks = tiles * (TILE // BLOCK)
 
@@ -66,6 +68,7 @@ def _choose(logits: Tensor, options: Tensor, streams: Tensor, positions: Tensor,
         tokens,
         step,
         size,
+        each,
         blocks,
         BB=power_of_two(blocks),
         BLOCK=BLOCK,
@@ -74,13 +77,12 @@ def _choose(logits: Tensor, options: Tensor, streams: Tensor, positions: Tensor,
         num_warps=16,
         **early,
     )
-    kernel.front_kernel[grid](
-        logits, options, *noise, level, total, count, *fronts, step, size, TILE=TILE, FRONT=FRONT, num_warps=8, **early
-    )
+    front = {"TILE": TILE, "FRONT": FRONT, "num_warps": 8}
+    kernel.front_kernel[grid](logits, options, *noise, level, total, count, *fronts, step, size, each, **front, **early)
     shape = {"TILE": TILE, "BT": power_of_two(tiles), "CHAIN": CHAIN}
     kernel.mass_kernel[grid](
-        logits, options, level, count, *fronts, *chain, step, size, **shape, FRONT=FRONT, num_warps=8, **early
+        logits, options, level, count, *fronts, *chain, step, size, each, **shape, FRONT=FRONT, num_warps=8, **early
     )
     kernel.choose_kernel[(rows,)](
-        logits, options, *noise, level, total, *chain, tokens, step, size, tiles, **shape, num_warps=8, **early
+        logits, options, *noise, level, total, *chain, tokens, step, size, each, tiles, **shape, num_warps=8, **early
     )

@@ -146,6 +146,7 @@ def level_kernel(
     p_out,
     s_x,
     V,
+    each,
     BLOCKS,
     BB: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -157,6 +158,7 @@ def level_kernel(
     await_earlier(PDL)
     i_n = tl.program_id(0).to(tl.int64)
     p_row = p_x + i_n * s_x
+    p_option += i_n // each * 4
     wanted = tl.load(p_option + 2)
     o_b = tl.arange(0, BB)
     maxima = tl.load(p_max + i_n * BLOCKS + o_b, mask=o_b < BLOCKS, other=float("-inf"))
@@ -208,6 +210,7 @@ def front_kernel(
     p_token,
     s_x,
     V,
+    each,
     TILE: tl.constexpr,
     FRONT: tl.constexpr,
     PDL: tl.constexpr,
@@ -219,6 +222,7 @@ def front_kernel(
     await_earlier(PDL)
     i_t = tl.program_id(0)
     i_n = tl.program_id(1).to(tl.int64)
+    p_option += i_n // each * 4
     top, floor = tl.load(p_level + 2 * i_n), tl.load(p_level + 2 * i_n + 1)
     if top < float("inf"):
         p_row = p_x + i_n * s_x
@@ -258,6 +262,7 @@ def mass_kernel(
     p_length,
     s_x,
     V,
+    each,
     TILE: tl.constexpr,
     BT: tl.constexpr,
     FRONT: tl.constexpr,
@@ -269,6 +274,7 @@ def mass_kernel(
     i_t = tl.program_id(0)
     i_n = tl.program_id(1).to(tl.int64)
     tiles = tl.num_programs(0)
+    p_option += i_n // each * 4
     top, top_p = tl.load(p_level + 2 * i_n), tl.load(p_option + 1)
     if (top < float("inf")) & ((top_p < 1) | (i_t == 0)):
         o_v = i_t * TILE + tl.arange(0, TILE)
@@ -313,6 +319,7 @@ def choose_kernel(
     p_out,
     s_x,
     V,
+    each,
     tiles,
     TILE: tl.constexpr,
     BT: tl.constexpr,
@@ -322,6 +329,7 @@ def choose_kernel(
     """The first of a row's candidates that is in the nucleus; beyond those listed, the row is read for each."""
     await_earlier(PDL)
     i_n = tl.program_id(0).to(tl.int64)
+    p_option += i_n // each * 4
     top, floor = tl.load(p_level + 2 * i_n), tl.load(p_level + 2 * i_n + 1)
     if top < float("inf"):
         o_t = tl.arange(0, BT)

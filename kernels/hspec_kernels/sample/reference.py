@@ -15,11 +15,13 @@ _WEYL, _MIX1, _MIX2 = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 
 def choose_reference(logits: Tensor, options: Tensor, streams: Tensor, positions: Tensor) -> Tensor:
     """What `choose` computes, row by row."""
-    temperature, top_p, top_k, min_p = options.tolist()
+    each = 4 * len(logits) // options.numel()  # rows that share their options
+    by = options.reshape(-1, 4).tolist()
     tokens = torch.full((len(logits),), -1)
     for n, (row, key, at) in enumerate(zip(logits, streams.tolist(), positions.tolist(), strict=True)):
         if not row.amax().isfinite():
             continue
+        temperature, top_p, top_k, min_p = by[n // each]
         if temperature > 0:
             row = filtered(row[None], temperature, top_p, int(top_k), min_p)[0]
             row = row + gumbel(key, at, len(row), row.device)

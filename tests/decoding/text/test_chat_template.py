@@ -49,6 +49,31 @@ def test_chat_equals_transformers(tmp_path: Path, text: str, system: str | None)
     assert ours.chat(text, system) == theirs
 
 
+TALK = [("user", "hi"), ("assistant", "é you\n"), ("user", "and the fox?")]
+
+
+def said(*talk: tuple[str, str]) -> list[dict[str, str]]:
+    return [{"role": role, "content": content} for role, content in talk]
+
+
+@pytest.mark.parametrize("system", [[], [("system", "be brief")]])
+def test_what_was_said_so_far(tmp_path: Path, system: list[tuple[str, str]]) -> None:
+    ours, talk = load(tmp_path), said(*system, *TALK)
+    assert ours.converse(talk) == oracle(tmp_path).apply_chat_template(
+        talk, add_generation_prompt=True, return_dict=False
+    )
+    spoofed = ours.converse(said(*system, ("user", SPOOF), *TALK[1:]))
+    assert ours.decode(spoofed).count(SPOOF) == 1
+    assert [i for i in spoofed if i < 4] == [i for i in ours.converse(talk) if i < 4]
+
+
+def test_a_system_message_that_is_refused_leads_the_first_of_many(tmp_path: Path) -> None:
+    ours = load(tmp_path, template=tiny.NO_SYSTEM)
+    assert ours.converse(said(("system", "be brief"), *TALK)) == ours.converse(
+        said(("user", "be brief\n\nhi"), *TALK[1:])
+    )
+
+
 @pytest.mark.parametrize("template", [tiny.CHATML, tiny.CHATML.removeprefix("{{ bos_token }}")])
 def test_one_bos_in_chat(tmp_path: Path, template: str) -> None:
     ids = load(tmp_path, template=template).chat("hello")
@@ -146,7 +171,7 @@ def test_templates_render_as_in_transformers(template: str) -> None:
     messages = [{"role": "user", "content": " héllo "}]
     roles = {"eos_token": "</s>"}
     theirs, _ = utils.render_jinja_template([messages], chat_template=template, add_generation_prompt=True, **roles)
-    assert ChatTemplate(template, roles, ["<s>"]).render(" héllo ") == theirs
+    assert ChatTemplate(template, roles, ["<s>"]).render(messages) == theirs
 
 
 def test_template_in_its_own_file_wins(tmp_path: Path) -> None:
