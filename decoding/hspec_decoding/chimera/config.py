@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, get_type_hints
 
@@ -86,3 +86,12 @@ class ChimeraConfig:
     def entering(self) -> tuple[int, int]:
         """Layers of the target whose input is part of a token's features."""
         return self.lo, self.mid
+
+
+VARIANTS: Mapping[str, Callable[[ModelConfig], dict[str, Any]]] = {  # what is changed, to see what a part is worth
+    "whole": lambda target: {},  # noqa: ARG005
+    "no-trigram": lambda target: {"with_trigram": False},  # noqa: ARG005
+    "no-block": lambda target: {"with_block": False},  # noqa: ARG005
+    "no-residual": lambda target: {"with_residual": False},  # noqa: ARG005
+    "medusa": lambda target: {"with_block": False, "with_trigram": False, "rank": target.hidden_size},
+}

@@ -96,7 +96,7 @@ class Depths(nn.Module):
             tree = tree + ((product <= PATHS) & own & (tree == depth))
         by_depth = (torch.stack(sums).float() for sums in (losses, counted, agreed, asked))
         by_step = (((kept + 1) * first).sum()[None].float() for kept in (chain, tree))
-        return Figures(*by_depth, *by_step, first.sum()[None].float())
+        return Figures._make((*by_depth, *by_step, first.sum()[None].float()))
 
     def _rank(self, logits: Tensor, true: Tensor) -> Tensor:
         """Where the true token stands among the drafted ones, from 1; beyond all paths where it cannot be drafted."""
