@@ -22,6 +22,7 @@ from hspec_cli.replay import EXAMPLES as REPLAY_EXAMPLES
 from hspec_cli.replay import Replay
 from hspec_cli.run import EXAMPLES as RUN_EXAMPLES
 from hspec_cli.run import Run
+from hspec_cli.train import CHIMERA_EXAMPLES, DRAFT_EXAMPLES, Chimera, Draft
 
 EXAMPLES = """\
 Examples:
@@ -39,6 +40,10 @@ words.add(app, "plan", Plan, epilog=PLAN_EXAMPLES)
 words.add(app, "replay", Replay, epilog=REPLAY_EXAMPLES)
 words.add(app, "bench", Bench, epilog=BENCH_EXAMPLES)
 words.add(app, "models", Models, epilog=MODELS_EXAMPLES)
+train = typer.Typer(rich_markup_mode=None, help="Train a draft for a model, from text that the model makes itself.")
+words.add(train, "chimera", Chimera, epilog=CHIMERA_EXAMPLES)
+words.add(train, "draft", Draft, epilog=DRAFT_EXAMPLES)
+app.add_typer(train, name="train", no_args_is_help=True)
 
 
 def _version(wanted: bool) -> None:

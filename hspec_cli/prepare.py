@@ -132,9 +132,11 @@ class Model:
     generation: Mapping[str, Any]
     tokenizer: Tokenizer
 
-    def open(self) -> Checkpoint:
-        """The checked checkpoint: every tensor is there, in the right shape; none is read."""
+    def open(self, target: Model | None = None) -> Checkpoint:
+        """The checked checkpoint: every tensor is there, in the right shape; none is read. Some may be the target's."""
         checkpoint = Checkpoint.open(self.directory)
+        if target is not None:
+            checkpoint = checkpoint.lent(Checkpoint.open(target.directory))
         checkpoint.preflight()
         return checkpoint
 
@@ -164,7 +166,7 @@ def open_draft(run: Run, draft: Model, target: Model, voice: Voice) -> Checkpoin
                 f"the draft model `{draft.name}` has another vocabulary than `{target.name}`: {different}",
                 "a draft must share the target's tokenizer; `--draft-model none` does without one",
             )
-        return draft.open()
+        return draft.open(target)
     return None
 
 

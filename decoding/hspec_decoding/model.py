@@ -177,19 +177,25 @@ class Decoder:
         return load.layer(i, self.config)
 
     @torch.inference_mode()
-    def forward(self, tokens: Tensor, memory: Memory) -> Tensor:
-        """Hidden states [B, R, hidden] after the final norm, for token ids [B, R]."""
+    def forward(self, tokens: Tensor, memory: Memory, entering: Sequence[int] = ()) -> Tensor:
+        """Hidden states [B, R, hidden] after the final norm, for token ids [B, R].
+
+        Those that enter the layers `entering` stand before them in the last dimension, [B, R, (n + 1) hidden].
+        """
         eps = self.config.norm_eps
         cos, sin = rotation(self.inverse, self.rope_factor, memory.positions, self.dtype)
         rows, layers = tokens.numel(), enumerate(self.layers)
         items = [item for i, layer in layers for item in layer.items(rows, memory.items(i))] if self.ring else []
         if self.ring and items:  # a level that needs nothing leaves what was put ahead for the target
             self.ring.follow(items)
-        x = self.embed(tokens)
+        x, inner = self.embed(tokens), {}
         for i, layer in enumerate(self.layers):
+            if i in entering:
+                inner[i] = x
             attended = memory.attend(i, layer.before(x, eps), cos, sin, layer.qk_norms)
             x = layer.after(x, attended, eps)
-        return rms_norm(x, self.norm, eps)
+        final = rms_norm(x, self.norm, eps)
+        return torch.cat([*(inner[i] for i in entering), final], -1) if entering else final
 
     def embed(self, tokens: Tensor) -> Tensor:
         """Hidden states [B, R, hidden] of token ids [B, R] before the first layer."""

@@ -105,7 +105,7 @@ class Loader:
         """The engine with room for `context` tokens; unless `exactly`, for as many as memory allows."""
         from hspec_decoding.engine import Engine
 
-        opened = self.target.open(), self.draft.open() if self.draft else None
+        opened = self.target.open(), self.draft.open(self.target) if self.draft else None
         while True:
             try:
                 engine = Engine.load(

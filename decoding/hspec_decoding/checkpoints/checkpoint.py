@@ -11,7 +11,7 @@ import math
 import mmap
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +38,7 @@ DTYPES = {
 READABLE = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 LARGEST_HEADER = 100_000_000  # bytes; the format's own limit
 AGAIN = "download or copy it again"
+SHARED = "shared_with_target"  # in a draft's config.json: tensors that its target's files hold
 
 
 @dataclass(frozen=True)
@@ -87,6 +88,11 @@ class Checkpoint:
         _check_index(weights.index, tensors, directory / INDEX["safetensors"])
         generation = directory / GENERATION
         return cls(directory, raw, config, read_json(generation) if generation.exists() else {}, tensors)
+
+    def lent(self, target: Checkpoint) -> Checkpoint:
+        """The same with what its config.json says it shares with its target."""
+        names = [name for name in self.raw.get(SHARED, ()) if name in target.tensors]
+        return replace(self, tensors={**{name: target.tensors[name] for name in names}, **self.tensors})
 
     @property
     def nbytes(self) -> int:
