@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from hspec_decoding.cache import KVStore, Lane, Store
@@ -195,6 +196,7 @@ class SparseView:
             source.means = ChunkMeans(source.store, sequences)
         self.means = source.means if rule.scored else None
         self.ranked: dict[tuple[int, int | None], Tensor] = {}  # by slot and window, for a rule that scores once
+        self.chosen: dict[tuple[int, int | None], Tensor] = {}  # what the copy holds by score, in order
         source.record = source.record or rule.scored
 
     def prepare(self, texts: Sequence[Text]) -> float:
@@ -309,7 +311,8 @@ class SparseView:
                 at = SINKS // CHUNK
                 index[:, b, :, :at] = torch.arange(at, device=device)
             if share.chunks and best is not None:
-                index[:, b, :, at : at + share.chunks] = best[..., : share.chunks]
+                lacking = self._lacking(texts[b].slot, self.config.windows[layers[0]], best[..., : share.chunks])
+                index[:, b, :, at : at + share.chunks] = lacking
                 at += share.chunks
             recent = torch.arange(share.recent.start, share.recent.stop, device=device)
             index[:, b, :, at : at + len(recent)] = recent
@@ -317,6 +320,17 @@ class SparseView:
         for chosen, layer in zip(index, layers, strict=True):
             copy = self.copy.keys[layer], self.copy.values[layer]
             self.source.store.gather(layer, chosen, slots, copy, CHUNK)
+
+    def _lacking(self, slot: int, window: int | None, best: Tensor) -> Tensor:
+        """What the places of the copy are to be filled with so that it holds `best` [layers, HK, N]; -1: it stays."""
+        held = self.chosen.get((slot, window))
+        index = best
+        if held is not None:
+            held = F.pad(held, (0, best.shape[-1] - held.shape[-1]), value=-1)  # its room may have changed by a chunk
+            index = replaced(held, best, self.source.store.capacity // CHUNK)
+            best = index.where(index >= 0, held)
+        self.chosen[slot, window] = best
+        return index
 
     def _copy_ends(self, layers: Sequence[int], texts: Sequence[Text], shares: Sequence[_Share]) -> None:
         """The last tokens alone, which need not begin with a chunk."""
@@ -326,6 +340,23 @@ class SparseView:
                 for text, share in zip(texts, shares, strict=True):
                     ours = source[layer][text.slot, :, share.start : share.length]
                     copy[layer][text.slot, :, : share.filled] = ours
+
+
+def replaced(held: Tensor, wanted: Tensor, count: int) -> Tensor:
+    """What to put where so that places that hold `held` [..., N] hold all of `wanted` [..., N] and as many as can stay
+    as they are, which are -1 in the result. Numbers below `count`, none twice; -1 in `held` is a place that is empty.
+    """
+    free, new = _not_in(held, wanted, count), _not_in(wanted, held, count)  # as many of one as of the other
+    places, order = (some.byte().argsort(dim=-1, descending=True, stable=True) for some in (free, new))
+    put = wanted.gather(-1, order).where(new.gather(-1, order), -1)
+    return put.scatter(-1, places, put)
+
+
+def _not_in(some: Tensor, others: Tensor, count: int) -> Tensor:
+    """Which numbers are not among the others, bool [..., N]."""
+    absent = torch.ones((*some.shape[:-1], count + 1), dtype=torch.bool, device=some.device)
+    absent.scatter_(-1, others.remainder(count + 1), False)
+    return absent.gather(-1, some.remainder(count + 1))
 
 
 _Wanted = tuple[Text, _Share]

@@ -20,7 +20,7 @@ REFUSED = "CUDA pins no more host memory"
 
 
 class _Pages(mmap.mmap):
-    """Anonymous pages. A tensor over them keeps them alive; they go when nothing copies, and are unregistered before."""
+    """Anonymous pages. A tensor over them keeps them alive; they go when nothing copies, unregistered before."""
 
     address = 0  # of what is registered
 

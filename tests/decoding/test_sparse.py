@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import itertools
+from dataclasses import dataclass, replace
 
 import pytest
 import tiny_engine
@@ -19,7 +20,18 @@ from hspec_decoding.levels import ModelLevel, Target
 from hspec_decoding.model import Decoder
 from hspec_decoding.rules import Draft
 from hspec_decoding.sequence import Text
-from hspec_decoding.sparse import CHUNK, SELECT, SINKS, ChunkMeans, Paper, Rule, SparseView, Streaming, VerifyFed
+from hspec_decoding.sparse import (
+    CHUNK,
+    SELECT,
+    SINKS,
+    ChunkMeans,
+    Paper,
+    Rule,
+    SparseView,
+    Streaming,
+    VerifyFed,
+    replaced,
+)
 from hspec_decoding.stack import LONGEST
 from hspec_decoding.views import FullView, Verified
 
@@ -149,6 +161,43 @@ def test_verify_fed_takes_what_the_last_rows_attend_to(length: int) -> None:
             best = wanted.topk((80 - SINKS - recent) // CHUNK).indices.tolist()
             chunks = [position for chunk in best for position in range(chunk * CHUNK, chunk * CHUNK + CHUNK)]
             assert cache.taken(layer, head) == [*range(SINKS), *chunks, *range(cached - recent, cached)]
+
+
+@given(st.permutations(range(12)), st.permutations(range(12)), st.integers(1, 12), st.sets(st.integers(0, 11)))
+def test_what_stays_stays_where_it_is(held: list[int], wanted: list[int], count: int, empty: set[int]) -> None:
+    held, wanted = [-1 if n in empty else n for n in held[:count]], wanted[:count]
+    put = replaced(torch.tensor([[held, wanted]]), torch.tensor([[wanted, wanted]]), 12)[0].tolist()
+    assert put[1] == [-1] * count
+    now = [new if new >= 0 else old for new, old in zip(put[0], held, strict=True)]
+    assert sorted(now) == sorted(wanted)
+    assert {*put[0]} - {-1} == {*wanted} - {*held}
+
+
+@pytest.mark.parametrize("select", SELECT)
+def test_what_a_copy_has_is_not_copied_again(select: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Round after round it holds what a copy made anew does, in whatever order."""
+    model, index = random_decoder("qwen2"), list[Tensor]()
+    cache = Cache.of(model, 301, 160, SELECT[select]())
+    store, view = cache.target.view.store, cache.view
+    gather = store.gather
+    monkeypatch.setattr(store, "gather", lambda n, chosen, *how: (index.append(chosen), gather(n, chosen, *how)))
+    for n in range(20):
+        cache.verify([7 + n, 100 + n, 200 + n][: 1 + n % 3])
+        before = view.chosen.get((0, None))
+        index.clear()
+        cache.missing()
+        anew = replace(cache, view=sparse_view(model.config, cache.target.view, 1, 160, view.rule))
+        anew.view.ranked = dict(view.ranked)
+        anew.missing()
+        chosen = view.chosen[0, None]
+        end = SINKS // CHUNK + chosen.shape[-1]
+        for layer, head in itertools.product(range(3), range(model.config.kv_heads)):
+            taken = cache.taken(layer, head)
+            assert sorted(taken) == sorted(anew.taken(layer, head))
+            assert taken[end * CHUNK :] == sorted(taken)[end * CHUNK :]
+            if before is not None:
+                put = {*index[layer][0, head, SINKS // CHUNK : end].tolist()} - {-1}
+                assert put == {*chosen[layer, head].tolist()} - {*before[layer, head, : chosen.shape[-1]].tolist()}
 
 
 @pytest.mark.parametrize("length", [200, 203, 207])
