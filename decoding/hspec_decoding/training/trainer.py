@@ -209,6 +209,12 @@ class Trainer:
         self.course = Course(**{**course, "measured": [Measured(**one) for one in course["measured"]]})
 
 
+def begun(directory: Path) -> dict[str, Any]:
+    """What a training that was begun in a directory must keep to; nothing where there is none."""
+    mark = directory / MARK
+    return dict(json.loads(mark.read_text("utf-8"))["recipe"]) if mark.exists() else {}
+
+
 def schedule(share: float) -> float:
     """Of the rate, at a share of the training: it rises, then falls along a cosine."""
     if share < WARM:

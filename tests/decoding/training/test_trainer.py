@@ -191,7 +191,7 @@ def test_a_streaming_draft_learns_and_shares_its_targets_tensors(tied: bool, tmp
     ours = tiny_engine.scores(draft, tokens[0].tolist(), [])
     theirs = torch.nn.functional.linear(hidden, made.head)[0]
     torch.testing.assert_close(ours, theirs.detach(), rtol=0.05, atol=0.1)
-    engine = tiny_engine.engine("draft(streaming:32) > target(full)", target, draft, context=120)
+    engine = tiny_engine.engine("draft(streaming:64) > target(full)", target, draft, context=120)
     request = tiny_engine.Request(tuple(tokens[0, :4].tolist()), 30)
     plain = tiny_engine.answer(tiny_engine.engine("target(full)", target, context=120), request)
     assert tiny_engine.answer(engine, request) == plain
