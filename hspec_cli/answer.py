@@ -66,7 +66,9 @@ def _load(run: Run, text: str, voice: Voice, stage: Stage) -> tuple[Job, Engine]
     from hspec_cli.offload import planned, with_plan
     from hspec_cli.placement import limits
     from hspec_cli.prepare import prepare
+    from hspec_cli.tidal_notes import notes
     from hspec_decoding.engine import Engine, Settings
+    from hspec_decoding.options import CORRECT
 
     interrupt.check()
     run, made = with_plan(run)
@@ -83,8 +85,9 @@ def _load(run: Run, text: str, voice: Voice, stage: Stage) -> tuple[Job, Engine]
         rule=run.rule,
         select=run.select,
         exact=run.exact,
-        budget=run.budget,
+        budget=run.budget_of(job.context),
         gamma=run.gamma,
+        correct=CORRECT if run.correct is None else run.correct,
         dtype=run.dtype,
         device=run.device,
     )
@@ -101,6 +104,8 @@ def _load(run: Run, text: str, voice: Voice, stage: Stage) -> tuple[Job, Engine]
         limits=limits(run),
     )
     voice.detail(f"{run.model} on {engine.device} in {engine.dtype}: {engine.stack}")
+    for words in notes(engine, len(job.prompt) + job.max_tokens):
+        voice.note(words)
     voice.detail(f"prompt {len(job.prompt):,} tokens, context {job.context:,}, {show.sampling_words(job.sampling)}")
     return job, engine
 
@@ -142,7 +147,7 @@ def _introduce(run: Run, job: Job, engine: Engine, stage: Stage) -> None:
 
     words = show.sampling_words(job.sampling)
     sizes = (len(job.prompt), job.max_tokens, job.context)
-    stage.tell(Began(run.model, engine.device, engine.dtype, engine.stack, words, *sizes))
+    stage.tell(Began(run.model, engine.device, engine.dtype, engine.stack, words, *sizes, approximate=run.approximate))
     if run.dashboard or run.record:
         from hspec_cli.dashboard.expect import expected
 
