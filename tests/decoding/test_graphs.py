@@ -16,6 +16,7 @@ from torch import Tensor
 
 from hspec_decoding import graphs
 from hspec_decoding.build import resolve
+from hspec_decoding.calibration import Calibration
 from hspec_decoding.device import GPU_SHAPE
 from hspec_decoding.engine import Engine
 from hspec_decoding.events import Emitted, Round
@@ -26,6 +27,7 @@ from hspec_decoding.options import Request, Settings
 from hspec_decoding.sampling import Sampling, agree
 from hspec_decoding.sparse import SELECT, Asked, VerifyFed
 from hspec_decoding.stack import parse
+from hspec_decoding.tidal import Tidal
 from hspec_decoding.tuner import Plan, Tuner
 from hspec_profiles.errors import HspecError
 
@@ -133,6 +135,33 @@ def test_replays_say_what_passes_say(stack: str, temperature: float, request: py
     assert any(made.captured for made in run.parts.graphs.values())
     sizes = {key[1] for made in run.parts.graphs.values() for key in made.captured}
     assert sizes == {3}, "a pass of part of a batch is one of the whole batch"
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize(
+    "levels", ["target(tidal:64)", "target(tidal-pooled:64)", "VERIFIED", "ngram > VERIFIED", "fed"]
+)
+def test_tidal_passes_are_replayed(levels: str, temperature: float, request: pytest.FixtureRequest) -> None:
+    """Two texts at once, with corrections between bursts of tokens, and what is left of them when one has ended."""
+    levels = levels.replace("fed", "target(tidal-fed:64) > target(full)")
+    levels = levels.replace("VERIFIED", "target(tidal:64) > target(full)")
+    sampling = Sampling(temperature, seed=3)
+    prompts = enumerate((tiny_engine.prompt(300), tiny_engine.prompt(140, 1)))
+    asked = [Request(prompt, 30 + 11 * i, sampling=sampling, sequence=i) for i, prompt in prompts]
+
+    def engine() -> Engine:
+        made = tiny_engine.engine(levels, random_decoder(num_hidden_layers=6), context=400, correct=20)
+        made.parts.calibration = Calibration((0, 1, 3), "heads", ((1, 0),) * 6)
+        return made
+
+    wanted = answers(engine(), *asked)
+    request.getfixturevalue("graphed")
+    run = engine()
+    assert answers(run, *asked) == wanted
+    captured = [key for made in run.parts.graphs.values() for key in made.captured]
+    assert any(isinstance(part, Tidal) for memory, *_ in captured for part in memory)
+    if len(run.stacks[0]) == 1:
+        assert min(run.last.view.exact) > 160  # type: ignore[attr-defined]
 
 
 def engines(stacks: list[str], made: Decoder, context: int = 500, **options: Any) -> Engine:
