@@ -282,7 +282,7 @@ class Run(Command):
     def uses_draft(self) -> bool:
         """Whether a draft model, where there is one, has a part in the levels."""
         if self.levels is None:
-            return self.method != "autoregressive"
+            return self.method in ("auto", "triforce")
         return any(level.name == "draft" for level in parse_levels(self.levels))
 
     def _check(self) -> None:

@@ -18,7 +18,7 @@ from hspec_decoding import graphs
 from hspec_decoding.build import resolve
 from hspec_decoding.calibration import Calibration
 from hspec_decoding.device import GPU_SHAPE
-from hspec_decoding.engine import Engine
+from hspec_decoding.engine import BURST, Engine
 from hspec_decoding.events import Emitted, Round
 from hspec_decoding.graphs import Graph, Graphs, Mark, Results
 from hspec_decoding.levels import ModelLevel
@@ -138,19 +138,17 @@ def test_replays_say_what_passes_say(stack: str, temperature: float, request: py
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
-@pytest.mark.parametrize(
-    "levels", ["target(tidal:64)", "target(tidal-pooled:64)", "VERIFIED", "ngram > VERIFIED", "fed"]
-)
+@pytest.mark.parametrize("levels", ["target(tidal:64)", "target(tidal-pooled:64)", "TIDAL", "ngram > TIDAL", "FED"])
 def test_tidal_passes_are_replayed(levels: str, temperature: float, request: pytest.FixtureRequest) -> None:
     """Two texts at once, with corrections between bursts of tokens, and what is left of them when one has ended."""
-    levels = levels.replace("fed", "target(tidal-fed:64) > target(full)")
-    levels = levels.replace("VERIFIED", "target(tidal:64) > target(full)")
+    levels = levels.replace("FED", "target(tidal-fed:64) > target(full)")
+    levels = levels.replace("TIDAL", "target(tidal:64) > target(full)")
     sampling = Sampling(temperature, seed=3)
     prompts = enumerate((tiny_engine.prompt(300), tiny_engine.prompt(140, 1)))
     asked = [Request(prompt, 30 + 11 * i, sampling=sampling, sequence=i) for i, prompt in prompts]
 
     def engine() -> Engine:
-        made = tiny_engine.engine(levels, random_decoder(num_hidden_layers=6), context=400, correct=20)
+        made = tiny_engine.engine(levels, random_decoder(num_hidden_layers=6), context=400, correct=3 * BURST)
         made.parts.calibration = Calibration((0, 1, 3), "heads", ((1, 0),) * 6)
         return made
 
