@@ -37,9 +37,9 @@ FORMATS = {"w": ("nf4", "int4"), "kv": ("int4", "int8")}  # of a resident copy o
 METHODS = {
     "auto": "the fastest of TriForce with whole or 4-bit middle levels and plain decoding, measured as it runs",
     "triforce": "draft or n-grams > target with retrieved keys > target (arXiv 2404.11912)",
+    "autoregressive": "the target alone, one token a pass",
     "tidal": "APPROXIMATE: the target with a few layers that read all keys (arXiv 2410.05076)",
     "tidal-lossless": "the same as a draft > target, which alone decides the text",
-    "autoregressive": "the target alone, one token a pass",
 }
 _TOKEN = re.compile(r"\s*(?:([A-Za-z][\w-]*)|(\d+)|([>(),:=]))")
 
