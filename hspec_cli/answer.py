@@ -81,7 +81,9 @@ def load(run: Run, job: Job, made: Plan | None, voice: Voice, progress: Progress
     """The engine for a job, by the plan `made` where the run names one, with room for so many `sequences`."""
     from hspec_cli.offload import planned
     from hspec_cli.placement import limits
+    from hspec_cli.tidal_notes import notes
     from hspec_decoding.engine import Engine, Settings
+    from hspec_decoding.options import CORRECT
 
     interrupt.check()
 
@@ -95,8 +97,9 @@ def load(run: Run, job: Job, made: Plan | None, voice: Voice, progress: Progress
         rule=run.rule,
         select=run.select,
         exact=run.exact,
-        budget=run.budget,
+        budget=run.budget_of(job.context),
         gamma=run.gamma,
+        correct=CORRECT if run.correct is None else run.correct,
         dtype=run.dtype,
         device=run.device,
     )
@@ -114,6 +117,8 @@ def load(run: Run, job: Job, made: Plan | None, voice: Voice, progress: Progress
         sequences=sequences,
     )
     voice.detail(f"{run.model} on {engine.device} in {engine.dtype}: {engine.stack}")
+    for words in notes(engine, len(job.prompt) + job.max_tokens):
+        voice.note(words)
     return engine
 
 
@@ -156,7 +161,7 @@ def _introduce(run: Run, job: Job, engine: Engine, stage: Stage) -> None:
 
     words = show.sampling_words(job.sampling)
     sizes = (len(job.prompt), job.max_tokens, job.context)
-    stage.tell(Began(run.model, engine.device, engine.dtype, engine.stack, words, *sizes))
+    stage.tell(Began(run.model, engine.device, engine.dtype, engine.stack, words, *sizes, approximate=run.approximate))
     if run.dashboard or run.record:
         from hspec_cli.dashboard.expect import expected
 

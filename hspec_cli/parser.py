@@ -12,6 +12,8 @@ from typer.main import get_command
 from hspec_cli import __version__, words
 from hspec_cli.bench.command import EXAMPLES as BENCH_EXAMPLES
 from hspec_cli.bench.command import Bench
+from hspec_cli.calibrate import EXAMPLES as CALIBRATE_EXAMPLES
+from hspec_cli.calibrate import Calibrate
 from hspec_cli.models import EXAMPLES as MODELS_EXAMPLES
 from hspec_cli.models import Models
 from hspec_cli.plan import EXAMPLES as PLAN_EXAMPLES
@@ -39,6 +41,7 @@ words.add(app, "profile", Profile, epilog=PROFILE_EXAMPLES)
 words.add(app, "plan", Plan, epilog=PLAN_EXAMPLES)
 words.add(app, "replay", Replay, epilog=REPLAY_EXAMPLES)
 words.add(app, "bench", Bench, epilog=BENCH_EXAMPLES)
+words.add(app, "calibrate", Calibrate, epilog=CALIBRATE_EXAMPLES)
 words.add(app, "models", Models, epilog=MODELS_EXAMPLES)
 train = typer.Typer(rich_markup_mode=None, help="Train a draft for a model, from text that the model makes itself.")
 words.add(train, "chimera", Chimera, epilog=CHIMERA_EXAMPLES)

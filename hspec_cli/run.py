@@ -1,15 +1,15 @@
 """`hspec run`: answer one prompt, or many."""
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Annotated
+from typing import Annotated, Any
 
 from typer import Argument, Option
 
 from hspec_cli.placement import GpuLayers, KvDevice, OffloadKind, Ram, Reserve, Vram, check_run, place_option
-from hspec_cli.words import Command, choice, real, whole
-from hspec_decoding.stack import METHODS
+from hspec_cli.words import Command, choice, real, tokens_or_share, whole
+from hspec_decoding.stack import METHODS, approximate
 from hspec_decoding.stack import parse as parse_levels
 from hspec_profiles.errors import UsageError
 
@@ -144,9 +144,13 @@ class Run(Command):
             "--method",
             parser=choice("--method", tuple(METHODS)),
             metavar="METHOD",
-            help="auto (what measures fastest: TriForce, its variants, plain decoding), triforce or autoregressive.",
+            help="auto (what measures fastest: TriForce, its variants, plain decoding), triforce, autoregressive, "
+            "tidal (APPROXIMATE: TidalDecode, which leaves keys out) or tidal-lossless (verified).",
         ),
     ] = "auto"
+    lossless: Annotated[
+        bool, level_option("--lossless", help="With --method tidal: the whole model verifies, and the text is its own.")
+    ] = False
     levels: Annotated[
         str | None,
         level_option(
@@ -188,9 +192,22 @@ class Run(Command):
         ),
     ] = None
     budget: Annotated[
+        Any,
+        level_option(
+            "--budget",
+            parser=tokens_or_share("--budget"),
+            metavar="TOKENS",
+            help="Tokens that a retrieval cache may hold or a tidal layer read, or a share of the context: 5%.",
+        ),
+    ] = None
+    correct: Annotated[
         int | None,
         level_option(
-            "--budget", parser=whole("--budget", 1), metavar="TOKENS", help="Tokens the retrieval cache may hold."
+            "--correct",
+            parser=whole("--correct", 0),
+            metavar="TOKENS",
+            help="With --method tidal, compute the keys of decoded tokens densely again after so many; 0: never.  "
+            "[default: 64]",
         ),
     ] = None
     gamma: Annotated[
@@ -286,13 +303,22 @@ class Run(Command):
             return answer_lines(self)
         from hspec_cli.answer import answer
 
-        return answer(self)
+        return answer(replace(self, method="tidal-lossless") if self.lossless and self.method == "tidal" else self)
+
+    @property
+    def approximate(self) -> bool:
+        """Whether the text is only nearly the model's own."""
+        return approximate(parse_levels(self.levels)) if self.levels else self.method == "tidal" and not self.lossless
+
+    def budget_of(self, context: int) -> int | None:
+        """Tokens of the budget that was asked for."""
+        return max(1, round(self.budget * context)) if isinstance(self.budget, float) else self.budget
 
     @property
     def uses_draft(self) -> bool:
         """Whether a draft model, where there is one, has a part in the levels."""
         if self.levels is None:
-            return self.method != "autoregressive"
+            return self.method in ("auto", "triforce")
         return any(level.name == "draft" for level in parse_levels(self.levels))
 
     def _check(self) -> None:
@@ -301,6 +327,16 @@ class Run(Command):
             parse_levels(self.levels)
         if self.levels is not None and self.method != "auto":
             raise UsageError("`--levels` and `--method` both name the level stack", "give one of them")
+        if self.levels is not None and self.lossless and self.approximate:
+            raise UsageError(
+                "`--lossless` needs a last level that decides", f"`--levels '{self.levels} > target(full)'`"
+            )
+        if self.correct is not None and not self.approximate:
+            raise UsageError("`--correct` is for approximate levels, and these are verified", "drop it")
+        if self.approximate and self.rule != "coupled":
+            raise UsageError(
+                "`--rule` says how drafts are verified, and here nothing is", "drop it or add `--lossless`"
+            )
         if self.raw and self.system is not None:
             raise UsageError("`--system` needs the chat template that `--raw` turns off", "drop one of them")
         if self.quiet and self.dashboard:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from hspec_cli import __version__
+from hspec_cli.tidal_notes import APPROXIMATE
 
 if TYPE_CHECKING:
     from hspec_cli.prepare import Job
@@ -83,9 +84,8 @@ def summary(told: Told) -> str:
     if told.plan and not told.plan.resident:
         parts.append(elsewhere(told.plan))
     parts.append(sampling_words(told.job.sampling))
-    return (
-        f"{count:,} token{'s' * (count != 1)}{ENDED.get(told.spoken.reason, '')} {spent}; {before}, {', '.join(parts)}"
-    )
+    labelled, ended = f"{APPROXIMATE}: " * told.run.approximate, ENDED.get(told.spoken.reason, "")
+    return f"{labelled}{count:,} token{'s' * (count != 1)}{ended} {spent}; {before}, {', '.join(parts)}"
 
 
 def seconds(time: float) -> str:
@@ -179,6 +179,7 @@ def document(told: Told, notes: Sequence[str]) -> str:
         "model": run.model,
         "draft_model": job.draft_name,
         "method": run.method,
+        "approximate": run.approximate,
         "stack": report.stack,
         "rule": run.rule,
         "select": run.select,

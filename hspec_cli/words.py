@@ -87,6 +87,20 @@ def whole(flag: str, low: int, high: int | None = None) -> Callable[[str], int]:
     return parse
 
 
+def tokens_or_share(flag: str) -> Callable[[str], int | float]:
+    """A parser of a number of tokens, or of a share of the context: 512, 5%; UsageError tells both."""
+
+    def parse(word: str) -> int | float:
+        if not word.endswith("%"):
+            return whole(flag, 1)(word)
+        share = real(flag, 0, 100)(word[:-1]) / 100
+        if not share:
+            raise UsageError(f"`{flag}` must be more than 0%, got {word}")
+        return share
+
+    return parse
+
+
 def real(flag: str, low: float, high: float = math.inf) -> Callable[[str], float]:
     """A parser of finite numbers from `low` to `high`; UsageError tells the range."""
     valid = f"{low:g} or more" if high == math.inf else f"from {low:g} to {high:g}"

@@ -9,7 +9,7 @@ from typing import TypeVar, cast
 import torch
 
 from hspec_decoding.cache import KVStore, Store
-from hspec_decoding.calibration import Calibration, by_rule
+from hspec_decoding.calibration import Calibration, find
 from hspec_decoding.device import Shape
 from hspec_decoding.graphs import Graphs
 from hspec_decoding.host_view import HostView, KVPlace
@@ -17,8 +17,8 @@ from hspec_decoding.host_weights import SmallDecoder
 from hspec_decoding.levels import Level, ModelLevel, Target, Verified
 from hspec_decoding.model import Decoder
 from hspec_decoding.ngram import NGram
-from hspec_decoding.sparse import CHUNK, SELECT, SINKS, SparseView, Streaming
 from hspec_decoding.options import CORRECT
+from hspec_decoding.sparse import CHUNK, SELECT, SINKS, SparseView, Streaming
 from hspec_decoding.stack import LONGEST, Spec, Stack, approximate
 from hspec_decoding.tidal import PAYS, LastView, Tidal, TidalView
 from hspec_decoding.tidal_target import TidalTarget
@@ -52,12 +52,24 @@ def resolve(stack: Stack, context: int, *, budget: int | None, keep: bool) -> St
         elif spec.view == "streaming":
             spec = _with_budget(spec, WINDOW)
         elif spec.tidal:
-            share = min(MOST_BUDGET, max(LEAST_BUDGET, context // TIDAL_SHARE))
-            spec = replace(spec, budget=spec.budget or budget or share)
+            spec = _with_budget(spec, budget or tidal_budget(context))
             if not keep and len(stack) > 1 and PAYS * (spec.budget or 0) >= context:
-                continue
+                continue  # what only proposes pays nowhere
         filled.append(spec)
     return tuple(filled)
+
+
+def tidal_needs_all() -> UsageError:
+    """What to say of tidal levels where something is offloaded."""
+    return UsageError(
+        "`tidal` levels need all weights, keys and values on the device, and here they do not fit there",
+        "`--method triforce` and `--method auto` go with `--offload`; a shorter `--ctx` may fit without",
+    )
+
+
+def tidal_budget(context: int) -> int:
+    """Tokens of a tidal view whose budget nobody set."""
+    return min(MOST_BUDGET, max(LEAST_BUDGET, context // TIDAL_SHARE))
 
 
 def _with_budget(spec: Spec, default: int) -> Spec:
@@ -131,12 +143,12 @@ class Parts:
         return known[1]
 
     def tidal(self, spec: Spec) -> Tidal:
-        """What the layers of a tidal level read. Raises UsageError where keys are in host memory."""
-        if self.kv is not None:
-            raise UsageError("`tidal` levels need all keys and values on the device", "run without `--offload`")
+        """What the layers of a tidal level read. Raises UsageError where something is offloaded."""
+        if self.offloaded:
+            raise tidal_needs_all()
         known = self.tidals.get((spec.view, spec.budget))
         if known is None:
-            calibration = self.calibration or by_rule(self.target.config)
+            calibration = self.calibration or find(self.target.config)
             way = (spec.view or "").removeprefix("tidal").removeprefix("-") or None
             known = Tidal(self.target.config, calibration, spec.budget or LEAST_BUDGET, way)
             self.tidals[spec.view, spec.budget] = known

@@ -10,6 +10,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.resources import files
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -34,13 +35,13 @@ class Calibration:
     def selectors(self, config: ModelConfig) -> frozenset[int]:
         """The layers of `full` behind which there are others before the next one."""
         reads = whole_layers(config)
-        behind = dict(zip(reads, reads[1:], strict=False))
+        behind = dict(pairwise(reads))
         return frozenset(layer for layer in self.full if layer in behind and behind[layer] not in self.full)
 
     @property
     def words(self) -> str:
         """What it says, in a line."""
-        return f"layers {', '.join(map(str, self.full))} read all keys, lists {self.way} ({self.source})"
+        return f"layers {', '.join(map(str, self.full))} read all keys ({self.source})"
 
 
 def whole_layers(config: ModelConfig) -> list[int]:
@@ -116,8 +117,8 @@ def _read(text: str, config: ModelConfig, where: str) -> Calibration:
 
 def _fits(found: Calibration, config: ModelConfig) -> bool:
     layers = whole_layers(config)
-    first = layers[:1]
-    sound = found.way in WAYS and set(found.full) <= set(layers) and set(first) <= set(found.full)
+    sound = found.way in WAYS and found.full[:1] == tuple(layers[:1]) and set(found.full) <= set(layers)
+    sound = sound and list(found.full) == sorted(set(found.full))
     if found.heads is None:
         return sound
     heads = range(config.kv_heads)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from hspec_decoding.build import resolve
+from hspec_decoding.build import resolve, tidal_needs_all
 from hspec_decoding.config import ModelConfig
 from hspec_decoding.device import Shape
 from hspec_decoding.host_view import KVPlace
@@ -68,7 +68,8 @@ def placed(profile: HostProfile, asked: Asked, limits: Limits) -> Plan:
     gpu, draft = bool(profile.gpus) and limits.gpus != (), asked.draft is not None
     if limits.kv_device != "cpu" and (limits.gpu_layers is None or limits.gpu_layers >= asked.shape.layers):
         stacks = choose_stacks(asked.settings, asked.context, draft=draft, gpu=gpu)
-        work = asked.work([*stacks, *[PLAIN] * (asked.settings.method == "auto" and not asked.settings.levels)])
+        plain = [PLAIN] * (asked.settings.method == "auto" and not asked.settings.levels)
+        work = asked.work([*map(_in_memory, stacks), *plain])
         try:
             return plan(profile, asked.shape, work, replace(limits, offload="none"))
         except DoesNotFit:
@@ -77,19 +78,29 @@ def placed(profile: HostProfile, asked: Asked, limits: Limits) -> Plan:
     return plan(profile, asked.shape, work, limits)
 
 
+def _in_memory(stack: Stack) -> Stack:
+    """A stack that keeps as much in memory, and that the planner knows: tidal levels read the target's own keys."""
+    copies = (replace(spec, view="full", budget=None) if spec.tidal else spec for spec in stack[:-1])
+    return (*(new for old, new in zip(stack, copies, strict=False) if old.weights or not old.tidal), *PLAIN)
+
+
 def offered(settings: Settings, context: int, *, draft: bool, gpu: bool) -> list[Stack]:
     """The stacks that a plan may choose between: the one that the user named, with the middle level's weights in 16 or
     in 4 bits where he named a method alone; for `auto` any proposer under any copy, and plain decoding.
+
+    Raises UsageError for levels that need everything where they compute.
     """
 
     def filled(stacks: Sequence[Stack], *, keep: bool = False) -> list[Stack]:
         return list(dict.fromkeys(resolve(s, context, budget=settings.budget, keep=keep) for s in stacks))
 
-    if settings.levels:
-        return filled([parse(settings.levels)], keep=True)
-    if settings.method == "auto" and gpu:
+    if settings.method == "auto" and gpu and not settings.levels:
         return [PLAIN, *filled(candidates(draft=draft, offloaded=True))]
-    named = method(settings.method, draft=draft)
+    named = parse(settings.levels) if settings.levels else method(settings.method, draft=draft)
+    if any(spec.tidal for spec in named):
+        raise tidal_needs_all()
+    if settings.levels:
+        return filled([named], keep=True)
     return filled([named, *[_small(named)] * gpu])
 
 

@@ -30,15 +30,16 @@ __all__ = [
 ]
 
 LONGEST = 63  # tokens of a block behind its root
-TIDAL = ("tidal", "tidal-heads", "tidal-pooled", "tidal-fed")  # lists made as calibrated, or as said
+FED = "tidal-fed"
+TIDAL = ("tidal", "tidal-heads", "tidal-pooled", FED)  # lists made as calibrated, or as said
 VIEWS = {"target": ("full", "streaming", "retrieval", *TIDAL), "draft": ("streaming",), "ngram": ()}
 FORMATS = {"w": ("nf4", "int4"), "kv": ("int4", "int8")}  # of a resident copy of the target's weights, of its keys
 METHODS = {
     "auto": "the fastest of TriForce with whole or 4-bit middle levels and plain decoding, measured as it runs",
     "triforce": "draft or n-grams > target with retrieved keys > target (arXiv 2404.11912)",
+    "autoregressive": "the target alone, one token a pass",
     "tidal": "APPROXIMATE: the target with a few layers that read all keys (arXiv 2410.05076)",
     "tidal-lossless": "the same as a draft > target, which alone decides the text",
-    "autoregressive": "the target alone, one token a pass",
 }
 _TOKEN = re.compile(r"\s*(?:([A-Za-z][\w-]*)|(\d+)|([>(),:=]))")
 
@@ -108,6 +109,8 @@ def parse(text: str) -> Stack:
     if reader.peek():
         reader.fail("expected `>`")
     alone = len(stack) == 1 and stack[0].tidal and not stack[0].weights
+    if alone and stack[0].view == FED:
+        reader.fail("`tidal-fed` lists are made by the passes of a level behind it, as in `... > target(full)`")
     if not stack[-1].decides and not alone:
         reader.fail("the last level must be `target(full)`, which alone decides the text")
     return tuple(stack)

@@ -102,9 +102,21 @@ class Tidal:
             self._selections[device] = made.get(self.way) or Heads(self.calibration, device)
         return self._selections[device]
 
+    @property
+    def least(self) -> int:
+        """Cached tokens from which on a text is read in part."""
+        return PAYS * self.budget
+
+    @property
+    def words(self) -> str:
+        """What is read, in a line."""
+        if self.way == "fed":
+            return f"every layer reads {self.budget:,} tokens, chosen by the last verify pass"
+        return f"{self.calibration.words}; the others read {self.budget:,} tokens, {self.way}"
+
     def pays(self, length: int) -> bool:
         """Whether a text of so many cached tokens is read in part."""
-        return length >= PAYS * self.budget
+        return length >= self.least
 
     def read(self, length: int) -> float:
         """Tokens of so many that a layer reads, in the mean."""

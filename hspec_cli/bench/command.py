@@ -71,7 +71,7 @@ class Bench(Command):
             "--methods",
             parser=listed("--methods", choice("--methods", WAYS)),
             metavar="NAMES",
-            help=f"With commas: {', '.join(WAYS)}.  [default: triforce, and auto on a GPU]",
+            help=f"With commas: {', '.join(WAYS)}; tidal is APPROXIMATE.  [default: triforce, and auto on a GPU]",
         ),
     ] = None
     levels: Annotated[

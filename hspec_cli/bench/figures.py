@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from hspec_cli.bench.records import OTHER, REFERENCE, Case, Ceiling, Outcome, Row
+from hspec_cli.bench.records import LOSSY, OTHER, REFERENCE, Case, Ceiling, Outcome, Row
 from hspec_offload.sizes import human
 
 NONE = "-"
@@ -126,7 +126,8 @@ def remarks(outcome: Outcome) -> Iterator[str]:
         if row.withheld and row.difference:
             yield f"{row.method}: the text is not plain decoding's: {row.difference.words}; no speed is told"
         elif row.difference:
-            what = "another implementation, with its own rounding" if row.role == OTHER else "its own rounding"
+            own = "approximate" if row.role == LOSSY else "its own rounding"
+            what = "another implementation, with its own rounding" if row.role == OTHER else own
             untold = ", so no speed-up is told" if row.role == OTHER else ""
             yield f"{row.method}: {what}: the text differs from {row.difference.words}{untold}"
         elif row.role == OTHER and row.trials:

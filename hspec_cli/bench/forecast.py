@@ -73,6 +73,8 @@ class Forecast:
         from hspec_offload.plan import plan
         from hspec_offload.speculation import Level
 
+        if any(spec.tidal for stack in stacks for spec in stack):
+            return None  # the planner does not know how often layers read everything
         padded = role == REFERENCE and self.exact_rows
         chosen = ((Level("ngram"), Level("target", "full")),) if padded or role == PLAIN else tuple(map(tuple, stacks))
         work = Workload(case.context + case.new, case.batch, self.text, self.draft, chosen)

@@ -11,8 +11,9 @@ from hspec_cli import interrupt
 from hspec_cli.bench import memory
 from hspec_cli.bench.energy import Energy
 from hspec_cli.bench.forecast import Forecast
-from hspec_cli.bench.records import METHOD, PLAIN, REFERENCE, Case, Level, Memory, Trial
+from hspec_cli.bench.records import LOSSY, METHOD, PLAIN, REFERENCE, Case, Level, Memory, Trial
 from hspec_cli.bench.runner import Prompts, Texts, Tick
+from hspec_cli.tidal_notes import APPROXIMATE
 from hspec_profiles.errors import DoesNotFit, UsageError
 
 if TYPE_CHECKING:
@@ -95,8 +96,12 @@ class Rig:
         self._empty()
 
     def contestant(self, name: str, settings: Settings, role: str | None = None) -> Ours:
-        """A method under its name."""
+        """A method under its name, to which is added that it is approximate where it is."""
+        from hspec_decoding.stack import approximate, method, parse
+
         known = {AUTOREGRESSIVE: REFERENCE, ONE_ROW: PLAIN}
+        if approximate(parse(settings.levels) if settings.levels else method(settings.method, draft=False)):
+            return Ours(f"{name} {APPROXIMATE}", LOSSY, self, settings)
         return Ours(name, role or known.get(name, METHOD), self, settings)
 
 

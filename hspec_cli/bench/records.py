@@ -8,6 +8,7 @@ from functools import cached_property
 from statistics import median
 
 REFERENCE, PLAIN, METHOD, OTHER = "reference", "plain", "method", "other implementation"
+LOSSY = "approximate"  # a method whose text is only nearly plain decoding's
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from hspec_cli.bench import figures
-from hspec_cli.bench.records import Outcome, Published, Result, Row
+from hspec_cli.bench.records import LOSSY, Outcome, Published, Result, Row
 from hspec_offload.sizes import human
 
 WIDE, WIDEST = 100, 120  # columns from which on memory and energy are in the table; of the widest one
@@ -91,7 +91,7 @@ def _table(outcome: Outcome, wide: bool) -> Any:
 
 def _fastest(rows: Sequence[Row]) -> Row | None:
     """The row with the highest speed-up, where there is a choice."""
-    told = [row for row in rows if row.speed_up]
+    told = [row for row in rows if row.speed_up and row.role != LOSSY]
     return max(told, key=lambda row: row.speed_up or 0.0) if len(told) > 1 else None
 
 

@@ -12,6 +12,7 @@ from hspec_cli.dashboard.glyphs import Glyphs, safe
 from hspec_cli.dashboard.state import History, Level, State
 from hspec_cli.progress import each_second
 from hspec_cli.show import ENDED
+from hspec_cli.tidal_notes import APPROXIMATE
 from hspec_offload.sizes import human
 
 HEADING, DIM, GOOD, BAD, LIT = "bold cyan", "dim", "green", "yellow", "bold reverse"
@@ -22,13 +23,17 @@ LABEL = 8  # cells of a heading in front of a line
 
 def header(state: State, width: int, now: float) -> Text:
     """What runs, and for how long."""
-    run = state.run
+    run, labelled = state.run, f"{APPROXIMATE}  " * _approximate(state)
     left = Text(f"{safe(run.model)}, {safe(run.device)}, {run.dtype}" if run else "hspec")
-    right = f"{state.phase}  {clock(now if state.ended is None else state.at)}"
+    right = f"{labelled}{state.phase}  {clock(now if state.ended is None else state.at)}"
     if width < NARROW:
         return Text(right.replace(" the prompt", ""), "bold")
     left.truncate(width - len(right) - 2, overflow="ellipsis", pad=True)
     return Text.assemble((left.plain, "bold"), "  ", (right, DIM))
+
+
+def _approximate(state: State) -> bool:
+    return state.run is not None and state.run.approximate
 
 
 def clock(seconds: float) -> str:
@@ -236,7 +241,7 @@ def status(state: State) -> str:
     """One line: speed, tokens a pass, acceptance by level."""
     if state.speed is None:
         return ""
-    words = [f"{state.speed:.1f} tokens/s"]
+    words = [f"{APPROXIMATE}: " * _approximate(state) + f"{state.speed:.1f} tokens/s"]
     if len(state.levels) > 1 and state.per_pass:
         words.append(f"{state.per_pass:.1f} tokens per pass")
     accepted = [

@@ -33,6 +33,7 @@ class Began:
     prompt: int
     most: int  # of the answer
     context: int
+    approximate: bool = False  # the text is only nearly the model's own
 
 
 @dataclasses.dataclass(frozen=True)

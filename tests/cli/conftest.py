@@ -19,6 +19,7 @@ def hspec(monkeypatch: pytest.MonkeyPatch, capfdbinary: pytest.CaptureFixture[by
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     torch.set_num_threads(1)  # tiny models gain nothing from more, and lose much where the cores are shared
 

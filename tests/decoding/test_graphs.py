@@ -16,8 +16,9 @@ from torch import Tensor
 
 from hspec_decoding import graphs
 from hspec_decoding.build import resolve
+from hspec_decoding.calibration import Calibration
 from hspec_decoding.device import GPU_SHAPE
-from hspec_decoding.engine import Engine
+from hspec_decoding.engine import BURST, Engine
 from hspec_decoding.events import Emitted, Round
 from hspec_decoding.graphs import Graph, Graphs, Mark, Results
 from hspec_decoding.levels import ModelLevel
@@ -26,6 +27,7 @@ from hspec_decoding.options import Request, Settings
 from hspec_decoding.sampling import Sampling, agree
 from hspec_decoding.sparse import SELECT, Asked, VerifyFed
 from hspec_decoding.stack import parse
+from hspec_decoding.tidal import Tidal
 from hspec_decoding.tuner import Plan, Tuner
 from hspec_profiles.errors import HspecError
 
@@ -150,6 +152,31 @@ def test_replays_of_a_batch_that_changes(stack: str, request: pytest.FixtureRequ
     run = tiny_engine.engine(stack, random_decoder(), random_decoder(seed=1))
     assert tiny_engine.gathered(run.serve(tiny_engine.coming(asked, late=2), 3), asked) == wanted
     assert {key[1] for made in run.parts.graphs.values() for key in made.captured} == {1, 2, 3}
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize("levels", ["target(tidal:64)", "target(tidal-pooled:64)", "TIDAL", "ngram > TIDAL", "FED"])
+def test_tidal_passes_are_replayed(levels: str, temperature: float, request: pytest.FixtureRequest) -> None:
+    """Two texts at once, with corrections between bursts of tokens, and what is left of them when one has ended."""
+    levels = levels.replace("FED", "target(tidal-fed:64) > target(full)")
+    levels = levels.replace("TIDAL", "target(tidal:64) > target(full)")
+    sampling = Sampling(temperature, seed=3)
+    prompts = enumerate((tiny_engine.prompt(300), tiny_engine.prompt(140, 1)))
+    asked = [Request(prompt, 30 + 11 * i, sampling=sampling, sequence=i) for i, prompt in prompts]
+
+    def engine() -> Engine:
+        made = tiny_engine.engine(levels, random_decoder(num_hidden_layers=6), context=400, correct=3 * BURST)
+        made.parts.calibration = Calibration((0, 1, 3), "heads", ((1, 0),) * 6)
+        return made
+
+    wanted = answers(engine(), *asked)
+    request.getfixturevalue("graphed")
+    run = engine()
+    assert answers(run, *asked) == wanted
+    captured = [key for made in run.parts.graphs.values() for key in made.captured]
+    assert any(isinstance(part, Tidal) for memory, *_ in captured for part in memory)
+    if len(run.stacks[0]) == 1:
+        assert min(run.last.view.exact) > 160  # type: ignore[attr-defined]
 
 
 def engines(stacks: list[str], made: Decoder, context: int = 500, **options: Any) -> Engine:

@@ -85,12 +85,24 @@ def test_a_width_that_the_user_set_is_planned_with(gamma: int) -> None:
     assert parse(made.levels)[-2].width == gamma
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", [name for name in METHODS if "tidal" not in name])
 @pytest.mark.parametrize("draft", [False, True])
 def test_every_stack_on_offer_can_be_planned(method: str, draft: bool) -> None:
     for stack in offered(Settings(method=method), 4096, draft=draft, gpu=True):
         assert stack[-1:] == PLAIN
         assert draft or all(spec.name != "draft" for spec in stack)
+
+
+@pytest.mark.parametrize("asked", [{"method": "tidal"}, {"levels": "target(tidal, w=int4) > target(full)"}])
+def test_tidal_levels_are_planned_where_everything_fits(asked: dict[str, str]) -> None:
+    """They need the target's own keys, and copies of its weights as others do; nothing of that may be elsewhere."""
+    made = placed(plan_tools.ONE, seven_b(8192, **asked), Limits())
+    assert made.resident
+    copied = any(term.name == "weights, 4-bit copy" for device in made.devices for term in device.terms)
+    assert copied is ("levels" in asked)
+    with pytest.raises(UsageError, match="on the device") as caught:
+        placed(TWENTY_FOUR, seven_b(60_000, **asked), Limits())
+    assert "triforce" in (caught.value.hint or "")
 
 
 def test_auto_keeps_to_the_copies_of_the_plan() -> None:

@@ -110,7 +110,9 @@ def test_decoded_tokens_are_computed_again(every: int) -> None:
     assert 200 + 60 - 2 * every <= exact < 260
     decoder = made.target
     store = KVStore(decoder.config, 1, 300, dtype=torch.float32, device=tiny_engine.CPU)
-    decoder.forward(torch.tensor([tokens[:exact]]), FullView(decoder.config, store, 1).begin([Text(0, 0, tokens)], exact))
+    decoder.forward(
+        torch.tensor([tokens[:exact]]), FullView(decoder.config, store, 1).begin([Text(0, 0, tokens)], exact)
+    )
     for ours, dense in zip(made.parts.stores["target"].keys, store.keys, strict=True):
         torch.testing.assert_close(ours[0, :, :exact], dense[0, :, :exact], rtol=1e-4, atol=1e-4)
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from html import escape
 
 from hspec_cli.bench import figures
-from hspec_cli.bench.records import OTHER, PLAIN, REFERENCE, Outcome, Result, Row
+from hspec_cli.bench.records import LOSSY, OTHER, PLAIN, REFERENCE, Outcome, Result, Row
 from hspec_cli.bench.report.colours import FAINT, INK, LINK, PAPER, RULE, SHADE
 from hspec_cli.bench.report.drawing import Plot
 from hspec_cli.bench.report.plots import plots
@@ -89,7 +89,7 @@ def page(result: Result) -> str:
 def found(result: Result) -> Iterator[str]:
     """The outcome in sentences: the best of every case, whether texts agree, what was not run."""
     for outcome in result.outcomes:
-        told = [row for row in outcome.rows if row.speed_up and row.role not in (REFERENCE, OTHER)]
+        told = [row for row in outcome.rows if row.speed_up and row.role not in (REFERENCE, OTHER, LOSSY)]
         best = max(told, key=lambda row: row.speed_up or 0.0, default=None)
         if best is not None and best is not outcome.plain:
             yield f"{figures.heading(outcome.case)}: {_told(best, outcome)}"
@@ -97,10 +97,11 @@ def found(result: Result) -> Iterator[str]:
     if result.differing:
         names = ", ".join(sorted({row.method for _, row in result.differing}))
         yield f"The text of {names} was not always plain decoding's; no speed is told of those rows."
-    elif any(row.same for row in rows if row.role not in (REFERENCE, OTHER)):
+    elif any(row.same for row in rows if row.role not in (REFERENCE, OTHER, LOSSY)):
         others = sorted({row.method for row in rows if row.role == PLAIN and row.same is False})
         but = f" ({', '.join(others)}, plain decoding that rounds in another way, did not always.)" * bool(others)
-        yield f"Every method wrote plain decoding's text, token for token.{but}"
+        kind = "verified method" if any(row.role == LOSSY for row in rows) else "method"
+        yield f"Every {kind} wrote plain decoding's text, token for token.{but}"
     missing = sum(not row.trials for outcome in result.outcomes for row in outcome.rows)
     if missing:
         yield f"{missing} row{'s were' if missing > 1 else ' was'} not run; the tables say why."
