@@ -22,17 +22,18 @@ if TYPE_CHECKING:
     from hspec_cli.run import Run
     from hspec_decoding.engine import Engine, Request
     from hspec_decoding.events import Event
+    from hspec_decoding.ranks import Ranks
 
 
-def answer(run: Run) -> int:
-    """Print the answer to `run` and return the exit code: 0, or 130 after Ctrl-C."""
+def answer(run: Run, ranks: Ranks | None = None) -> int:
+    """Print the answer to `run` and return the exit code: 0, or 130 after Ctrl-C. With `ranks` this is the first."""
     voice = Voice(run.quiet, run.verbose)
     text = read_prompt(run.prompt, run.file or (), voice)
     calm_libraries(run)
     with only_the_answer() as output:
         started = time.perf_counter()
         with staged(run, voice, output) as stage:
-            job, engine = _load(run, text, voice, stage)
+            job, engine = _load(run, text, voice, stage, ranks)
             loaded = time.perf_counter() - started
             spoken = _speak(run, job, engine, stage)
         told = Told(run, job, engine, spoken, engine.report(), loaded)
@@ -61,11 +62,12 @@ def calm_libraries(run: Run) -> None:
         warnings.simplefilter("ignore")
 
 
-def _load(run: Run, text: str, voice: Voice, stage: Stage) -> tuple[Job, Engine]:
+def _load(run: Run, text: str, voice: Voice, stage: Stage, ranks: Ranks | None) -> tuple[Job, Engine]:
     """What to answer and the engine that will."""
     from hspec_cli.offload import planned, with_plan
     from hspec_cli.placement import limits
     from hspec_cli.prepare import prepare
+    from hspec_cli.rank import Work
     from hspec_decoding.engine import Engine, Settings
 
     interrupt.check()
@@ -88,8 +90,10 @@ def _load(run: Run, text: str, voice: Voice, stage: Stage) -> tuple[Job, Engine]
         dtype=run.dtype,
         device=run.device,
     )
-    made = planned(run, job, settings, made, voice)
+    made = planned(run, job, settings, made, voice, ranks)
     interrupt.check()
+    if ranks:
+        ranks.tell(Work.of(job, settings, made, asked(job), ranks.device))
     engine = Engine.load(
         job.target,
         job.draft,
@@ -99,6 +103,7 @@ def _load(run: Run, text: str, voice: Voice, stage: Stage) -> tuple[Job, Engine]
         progress=loaded,
         plan=made,
         limits=limits(run),
+        ranks=ranks,
     )
     voice.detail(f"{run.model} on {engine.device} in {engine.dtype}: {engine.stack}")
     voice.detail(f"prompt {len(job.prompt):,} tokens, context {job.context:,}, {show.sampling_words(job.sampling)}")
@@ -109,12 +114,11 @@ def _speak(run: Run, job: Job, engine: Engine, stage: Stage) -> Spoken:
     """Generate on a stage; Ctrl-C keeps what there is."""
     from hspec_cli.dashboard.stream import Ended
     from hspec_decoding.beside import Meter
-    from hspec_decoding.engine import Request
     from hspec_decoding.events import Prefilled
     from hspec_decoding.text.stream import TextStream
 
     spoken = Spoken(TextStream(job.tokenizer, run.stop or ()), meter=Meter(engine.plan) if engine.plan else None)
-    request = Request(job.prompt, job.max_tokens, job.tokenizer.eos, job.sampling)
+    request = asked(job)
     try:
         _introduce(run, job, engine, stage)
         stage.tell(Prefilled(0, len(job.prompt)))
@@ -134,6 +138,13 @@ def _speak(run: Run, job: Job, engine: Engine, stage: Stage) -> Spoken:
     stage.tell(Ended(spoken.reason))
     stage.end()
     return spoken
+
+
+def asked(job: Job) -> Request:
+    """The same to the engine."""
+    from hspec_decoding.engine import Request
+
+    return Request(job.prompt, job.max_tokens, job.tokenizer.eos, job.sampling)
 
 
 def _introduce(run: Run, job: Job, engine: Engine, stage: Stage) -> None:

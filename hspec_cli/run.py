@@ -94,6 +94,21 @@ class Run(Command):
             "--device", parser=device_name, metavar="DEVICE", envvar="HSPEC_DEVICE", help="auto, cpu, cuda or cuda:N."
         ),
     ] = "auto"
+    gpus: Annotated[
+        int | None,
+        model_option(
+            "--gpus", parser=whole("--gpus", 1, 64), metavar="N", help="GPUs that share the model.  [default: 1]"
+        ),
+    ] = None
+    ranks: Annotated[
+        int | None,
+        model_option(
+            "--ranks",
+            parser=whole("--ranks", 1, 64),
+            metavar="N",
+            help="The same with processes that may share a GPU or the CPU: to try things out.",
+        ),
+    ] = None
     offline: Annotated[
         bool,
         model_option("--offline", envvar="HSPEC_OFFLINE", help="Never use the network."),
@@ -248,9 +263,9 @@ class Run(Command):
     def execute(self) -> int:
         """Print the answer; 0, or 130 when interrupted. Raises HspecError for what fails."""
         self._check()
-        from hspec_cli.answer import answer
+        from hspec_cli.launch import carry_out
 
-        return answer(self)
+        return carry_out(self)
 
     @property
     def uses_draft(self) -> bool:
@@ -269,6 +284,13 @@ class Run(Command):
             raise UsageError("`--system` needs the chat template that `--raw` turns off", "drop one of them")
         if self.quiet and self.dashboard:
             raise UsageError("`--quiet` and `--dashboard` contradict each other", "drop one of them")
+        if self.gpus is not None and self.ranks is not None:
+            raise UsageError("`--gpus` and `--ranks` both say how many share the model", "give one of them")
+        several = f"`--gpus {self.gpus}`" if self.gpus else f"`--ranks {self.ranks}`"
+        if (self.gpus or self.ranks or 1) > 1 and self.device.startswith("cuda:"):
+            raise UsageError(f"`--device {self.device}` names one GPU, {several} are more", "drop one of them")
+        if self.gpus is not None and self.device == "cpu":
+            raise UsageError("`--gpus` is about GPUs, and `--device cpu` uses none", f"`--ranks {self.gpus}`")
         check_run(self)
         if "" in (self.stop or ()):
             raise UsageError("`--stop` must not be empty")

@@ -17,8 +17,8 @@ from hspec_decoding.host_weights import SmallDecoder
 from hspec_decoding.levels import Level, ModelLevel, Target, Verified
 from hspec_decoding.model import Decoder
 from hspec_decoding.ngram import NGram
-from hspec_decoding.sparse import CHUNK, SELECT, SINKS, SparseView, Streaming
 from hspec_decoding.options import CORRECT
+from hspec_decoding.sparse import CHUNK, SELECT, SINKS, SparseView, Streaming
 from hspec_decoding.stack import LONGEST, Spec, Stack, approximate
 from hspec_decoding.tidal import PAYS, LastView, Tidal, TidalView
 from hspec_decoding.tidal_target import TidalTarget
@@ -132,6 +132,8 @@ class Parts:
 
     def tidal(self, spec: Spec) -> Tidal:
         """What the layers of a tidal level read. Raises UsageError where keys are in host memory."""
+        if self.target.ranks:
+            raise UsageError("`tidal` levels need all heads in one process", "run without `--gpus` and `--ranks`")
         if self.kv is not None:
             raise UsageError("`tidal` levels need all keys and values on the device", "run without `--offload`")
         known = self.tidals.get((spec.view, spec.budget))
@@ -179,7 +181,7 @@ class Parts:
         self._forget_graphs()
 
     def _graph(self, decoder: Decoder | None) -> None:
-        if decoder is not None and decoder.device.type == "cuda":
+        if decoder is not None and decoder.device.type == "cuda" and (not decoder.ranks or decoder.ranks.captures):
             self.graphs[id(decoder)] = Graphs(decoder)
 
     def _forget_graphs(self) -> None:

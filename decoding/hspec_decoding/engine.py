@@ -28,10 +28,12 @@ from hspec_decoding.load import choose_stacks, load_decoder, worthwhile
 from hspec_decoding.model import Decoder
 from hspec_decoding.options import Request, Settings
 from hspec_decoding.place import cap, fitting_stacks, kv_place, planned_shape, planned_stacks, ring_of
+from hspec_decoding.ranks import Ranks
 from hspec_decoding.retrospect import choices, fall_back, most_used
 from hspec_decoding.rules import Chooser, Coupled, Draft, NonFinite, Rejection
 from hspec_decoding.sampling import Sampling, SeededDraws
 from hspec_decoding.sequence import Text
+from hspec_decoding.shares import Shard
 from hspec_decoding.stack import LONGEST, Stack, written
 from hspec_decoding.tuner import Average, Plan, Tuner, Used
 from hspec_offload.ask import Limits
@@ -60,6 +62,7 @@ class Engine:
         generated together, that there is room for.
         """
         self.target, self.draft, self.settings, self.context = target, draft, settings, context
+        self.ranks = target.ranks  # that all run this engine; what only a clock can tell rank 0 decides
         self.parts = parts or Parts(target, draft)
         self.stacks, self.stack = stacks, " or ".join(map(written, stacks))
         self.device, self.dtype = str(target.device), str(target.dtype).removeprefix("torch.")
@@ -79,26 +82,30 @@ class Engine:
         progress: Callable[[int, int], None] | None = None,
         plan: Offload | None = None,
         limits: Limits = Limits(),
+        ranks: Ranks | None = None,
     ) -> Engine:
         """Read the weights to where `plan` puts them, or all to one device. Raises UsageError for settings that cannot
         be meant, DoesNotFit where memory lacks.
 
         `vocabulary`: ids that the tokenizer knows, all that are ever produced; models whose embeddings are padded
         differently can then serve each other. `progress` is told (layers read, layers) of the target. A plan runs on
-        the device of the settings, be that of its kind or not; `limits` are those it was made within.
+        the device of the settings, be that of its kind or not; `limits` are those it was made within. With `ranks` each
+        of them reads its share of the target, and the whole draft.
         """
         notes: list[str] = []
         device = pick_device(settings.device, notes)
         dtype = pick_dtype(settings.dtype, device)
+        vocabulary = rows = min(target.config.vocab_size, vocabulary or target.config.vocab_size)
+        if ranks:
+            target, rows = Shard.of(target, ranks, plan, vocabulary)
         configs = target.config, draft.config if draft else None
-        stacks = fitting_stacks(settings, *configs, context, dtype, device, plan, limits)
+        stacks = fitting_stacks(settings, *configs, context, dtype, device, plan, limits, ranks)
         if not any(spec.name == "draft" for stack in stacks for spec in stack):
             draft = None
         cap(device, limits)
-        vocabulary = min(target.config.vocab_size, vocabulary or target.config.vocab_size)
         forms = sorted({spec.weights for stack in stacks for spec in stack if spec.weights})
-        tune_launches(target.config, draft.config if draft else None, forms, vocabulary, dtype, device, notes)
-        load = partial(load_decoder, dtype=dtype, device=device, context=context, vocabulary=vocabulary)
+        tune_launches(target.config, draft.config if draft else None, forms, rows, dtype, device, notes)
+        load = partial(load_decoder, dtype=dtype, device=device, context=context, vocabulary=vocabulary, ranks=ranks)
         small = load(draft) if draft else None
         if plan is None or plan.resident:
             large, kv = load(target, progress=progress), None
@@ -120,6 +127,7 @@ class Engine:
             stacks = choose_stacks(settings, self.context, draft=draft, gpu=gpu)
             if len(stacks) > 1:
                 stacks = worthwhile(stacks, self.target.config, self.context, self.target.dtype)
+        stacks = self.ranks.common(stacks) if self.ranks else stacks
         engine = Engine(self.target, self.draft, stacks, settings, self.context, self.parts)
         engine.plan = self.plan
         return engine
@@ -163,9 +171,17 @@ class Engine:
             if not active:
                 return
             started = time.perf_counter()
-            events = self._round(active)
+            plan = self.ranks.plan(self.tuner.plan()) if self.ranks else self.tuner.plan()
+            if plan is None:
+                return
+            events = self._round(active, plan)
             self.decode_seconds += time.perf_counter() - started
-            yield from events
+            try:
+                yield from events
+            except GeneratorExit:
+                if self.ranks and not all(run.finished for run in self.runs):
+                    self.ranks.stop()
+                raise
 
     def _join(self, take: Take) -> Iterator[Event]:
         """Fill free slots with requests that wait; where nothing is decoded, the first one is waited for."""
@@ -238,7 +254,7 @@ class Engine:
         self.traffic = Traffic([*self.levels.proposers, self.last], self.target.device)
         self.by: Chooser = Coupled(Sampling())  # each text has its own
         if self.settings.rule == "rejection":
-            self.by = Rejection(Sampling(), {})
+            self.by = Rejection(Sampling(), {}, self.ranks)
         self.tuner = Tuner(
             sequential=[level.sequential for level in self.levels.proposers],
             fixed=self.levels.fixed,
@@ -297,9 +313,8 @@ class Engine:
                 self.tuner.cost[n] = Average(0.0, 1)
         self.setup_seconds = time.perf_counter() - started
 
-    def _round(self, active: Sequence[Running]) -> list[Event]:
+    def _round(self, active: Sequence[Running], plan: Plan) -> list[Event]:
         """One pass of the target over what the levels below it propose, or several of its own."""
-        plan = self.tuner.plan()
         try:
             if not plan.levels and self.last.graphs and isinstance(self.by, Coupled):
                 return self._burst(active)

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from torch import Tensor
 
 from hspec_decoding.graphs import Ahead, Clock
 from hspec_decoding.sampling import Draws, Sampling, accept, agree, probabilities
 from hspec_decoding.sequence import Text
+
+if TYPE_CHECKING:
+    from hspec_decoding.ranks import Ranks
 
 
 @dataclass
@@ -68,6 +71,7 @@ class Rejection:
 
     sampling: Sampling
     draws: dict[int, Draws]  # by slot
+    ranks: Ranks | None = None
 
     def check(self, texts: Sequence[Text], drafts: Sequence[Draft], model: Judge) -> list[Draft]:
         checked = []
@@ -75,6 +79,9 @@ class Rejection:
             target = list(probabilities(rows, text.sampling or self.sampling))
             laws = [law.to(rows.device) for law in draft.laws]
             tokens = accept(draft.tokens, laws, target, self.draws[text.slot])
+            if self.ranks:
+                count, *told = self.ranks.same([len(tokens), *tokens, *[0] * (len(draft.tokens) + 1 - len(tokens))])
+                tokens = told[:count]
             checked.append(Draft(tokens, target[: len(tokens)]))
         return checked
 
