@@ -78,7 +78,10 @@ class Rejection:
         for text, draft, rows in zip(texts, drafts, model.logits(texts, drafts), strict=True):
             target = list(probabilities(rows, text.sampling or self.sampling))
             laws = [law.to(rows.device) for law in draft.laws]
-            tokens = accept(draft.tokens, laws, target, self.draws[text.slot])
+            if self.ranks is None or not self.ranks.rank:
+                tokens = accept(draft.tokens, laws, target, self.draws[text.slot])
+            else:
+                tokens = []
             if self.ranks:
                 count, *told = self.ranks.same([len(tokens), *tokens, *[0] * (len(draft.tokens) + 1 - len(tokens))])
                 tokens = told[:count]
