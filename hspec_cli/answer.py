@@ -105,7 +105,13 @@ def _load(run: Run, text: str, voice: Voice, stage: Stage, ranks: Ranks | None) 
         limits=limits(run),
         ranks=ranks,
     )
-    voice.detail(f"{run.model} on {engine.device} in {engine.dtype}: {engine.stack}")
+    if ranks and not (run.gpus or run.ranks or run.plan):
+        voice.note(f"{ranks.size} ranks share the model: `--gpus 1` uses one GPU")
+    if ranks and engine.device.startswith("cuda") and not ranks.captures:
+        voice.note("ranks that share a GPU speak over gloo, which no CUDA graph takes: passes are launched one by one")
+    voice.detail(
+        f"{run.model} on {f'{ranks.size} × ' if ranks else ''}{engine.device} in {engine.dtype}: {engine.stack}"
+    )
     voice.detail(f"prompt {len(job.prompt):,} tokens, context {job.context:,}, {show.sampling_words(job.sampling)}")
     return job, engine
 

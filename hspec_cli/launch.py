@@ -15,19 +15,22 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hspec_cli.failures import INTERRUPTED
 from hspec_cli.voice import write
 from hspec_profiles.cores import usable_cores
+from hspec_profiles.errors import HspecError
 
 if TYPE_CHECKING:
     from hspec_cli.run import Run
 
 STORE = "HSPEC_STORE"  # a file by which ranks that were started here meet
 TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+VISIBLE = "CUDA_VISIBLE_DEVICES"
+MIDDLING = 8192  # tokens of a context that nobody named
 LOST = 75  # exit code of a rank that has nothing to say but that another one is gone
 GRACE = 3.0  # seconds that rank 0 has to put its terminal in order, and that are waited for whoever was lost
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD)
@@ -50,13 +53,44 @@ def carry_out(run: Run) -> int:
 
 
 def processes(run: Run) -> int:
-    """How many are asked for: by a flag, or by the plan."""
+    """How many are asked for, by a flag or a plan; else as many GPUs as this host's profile says are fastest."""
     count = run.gpus or run.ranks
+    if count:
+        return count
     if run.plan is None:
-        return count or 1
+        return _fastest(run)
     from hspec_offload.plan_file import read_plan
 
-    return count or max(1, len(read_plan(Path(run.plan).expanduser()).gpus))
+    return max(1, len(read_plan(Path(run.plan).expanduser()).gpus))
+
+
+def _fastest(run: Run) -> int:
+    """Of this host's GPUs, where it was measured and nothing speaks for one: the environment, or levels of TidalDecode.
+
+    The prompt is not known yet: the context that is planned for is the one asked for, or a middling one.
+    """
+    if run.device == "cpu" or ":" in run.device or "tidal" in f"{run.method} {run.levels}" or VISIBLE in os.environ:
+        return 1
+    from hspec_profiles.profile import saved_profile
+
+    try:
+        profile = saved_profile()
+        if profile is None or len(profile.gpus) < 2:
+            return 1
+        from hspec_cli.placement import limits
+        from hspec_decoding.checkpoints import hub
+        from hspec_decoding.config import ModelConfig
+        from hspec_offload.ask import Workload
+        from hspec_offload.plan import plan
+        from hspec_offload.shape import ModelShape
+
+        raw = hub.read_config(run.model, offline=run.offline, say=lambda _: None)
+        model = ModelShape.of(ModelConfig.from_dict(raw), run.model)
+        work = Workload(run.ctx or min(model.context, MIDDLING))
+        may = limits(run) if run.offload else replace(limits(run), offload="none")
+        return max(1, len(plan(profile, model, work, may).gpus))
+    except HspecError:  # which the run itself will say
+        return 1
 
 
 def start(run: Run, count: int) -> int:

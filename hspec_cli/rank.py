@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from hspec_decoding.ranks import Ranks
     from hspec_offload.plan import Plan
 
-AFTER = 1.0  # seconds by which other ranks let rank 0 say what all of them have to say
+AFTER = 2.0  # seconds by which other ranks let rank 0 say what all of them have to say
 
 
 @dataclass(frozen=True)

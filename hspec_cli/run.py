@@ -97,7 +97,10 @@ class Run(Command):
     gpus: Annotated[
         int | None,
         model_option(
-            "--gpus", parser=whole("--gpus", 1, 64), metavar="N", help="GPUs that share the model.  [default: 1]"
+            "--gpus",
+            parser=whole("--gpus", 1, 64),
+            metavar="N",
+            help="GPUs that share the model.  [default: what is fastest by `hspec profile`]",
         ),
     ] = None
     ranks: Annotated[
