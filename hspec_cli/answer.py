@@ -24,18 +24,19 @@ if TYPE_CHECKING:
     from hspec_cli.run import Run
     from hspec_decoding.engine import Engine, Request
     from hspec_decoding.events import Event
+    from hspec_decoding.ranks import Ranks
     from hspec_offload.plan import Plan
 
 
-def answer(run: Run) -> int:
-    """Print the answer to `run` and return the exit code: 0, or 130 after Ctrl-C."""
+def answer(run: Run, ranks: Ranks | None = None) -> int:
+    """Print the answer to `run` and return the exit code: 0, or 130 after Ctrl-C. With `ranks` this is the first."""
     voice = Voice(run.quiet, run.verbose)
     text = read_prompt(run.prompt, run.file or (), voice)
     calm_libraries(run)
     with only_the_answer() as output:
         started = time.perf_counter()
         with staged(run, voice, output) as stage:
-            job, engine = _load(run, text, voice, stage)
+            job, engine = _load(run, text, voice, stage, ranks)
             loaded = time.perf_counter() - started
             spoken = _speak(run, job, engine, stage)
         told = Told(run, job, engine, spoken, engine.report(), loaded)
@@ -64,7 +65,7 @@ def calm_libraries(run: Run) -> None:
         warnings.simplefilter("ignore")
 
 
-def _load(run: Run, text: str, voice: Voice, stage: Stage) -> tuple[Job, Engine]:
+def _load(run: Run, text: str, voice: Voice, stage: Stage, ranks: Ranks | None) -> tuple[Job, Engine]:
     """What to answer and the engine that will."""
     from hspec_cli.offload import with_plan
     from hspec_cli.prepare import prepare
@@ -72,15 +73,27 @@ def _load(run: Run, text: str, voice: Voice, stage: Stage) -> tuple[Job, Engine]
     interrupt.check()
     run, made = with_plan(run)
     job = prepare(run, text, voice, stage)
-    engine = load(run, job, made, voice, stage)
+    engine = load(run, job, made, voice, stage, ranks=ranks)
     voice.detail(f"prompt {len(job.prompt):,} tokens, context {job.context:,}, {show.sampling_words(job.sampling)}")
     return job, engine
 
 
-def load(run: Run, job: Job, made: Plan | None, voice: Voice, progress: Progress, sequences: int | None = 1) -> Engine:
-    """The engine for a job, by the plan `made` where the run names one, with room for so many `sequences`."""
+def load(
+    run: Run,
+    job: Job,
+    made: Plan | None,
+    voice: Voice,
+    progress: Progress,
+    sequences: int | None = 1,
+    ranks: Ranks | None = None,
+) -> Engine:
+    """The engine for a job, by the plan `made` where the run names one, with room for so many `sequences`.
+
+    As the first of `ranks` it tells the others the job.
+    """
     from hspec_cli.offload import planned
     from hspec_cli.placement import limits
+    from hspec_cli.rank import Work
     from hspec_cli.tidal_notes import notes
     from hspec_decoding.engine import Engine, Settings
     from hspec_decoding.options import CORRECT
@@ -103,8 +116,10 @@ def load(run: Run, job: Job, made: Plan | None, voice: Voice, progress: Progress
         dtype=run.dtype,
         device=run.device,
     )
-    made = planned(run, job, settings, made, voice)
+    made = planned(run, job, settings, made, voice, ranks)
     interrupt.check()
+    if ranks:
+        ranks.tell(Work.of(job, settings, made, asked(run, job), ranks.device))
     engine = Engine.load(
         job.target,
         job.draft,
@@ -115,8 +130,15 @@ def load(run: Run, job: Job, made: Plan | None, voice: Voice, progress: Progress
         plan=made,
         limits=limits(run),
         sequences=sequences,
+        ranks=ranks,
     )
-    voice.detail(f"{run.model} on {engine.device} in {engine.dtype}: {engine.stack}")
+    if ranks and not (run.gpus or run.ranks or run.plan):
+        voice.note(f"{ranks.size} ranks share the model: `--gpus 1` uses one GPU")
+    if ranks and engine.device.startswith("cuda") and not ranks.captures:
+        voice.note("ranks that share a GPU speak over gloo, which no CUDA graph takes: passes are launched one by one")
+    voice.detail(
+        f"{run.model} on {f'{ranks.size} × ' if ranks else ''}{engine.device} in {engine.dtype}: {engine.stack}"
+    )
     for words in notes(engine, len(job.prompt) + job.max_tokens):
         voice.note(words)
     return engine
@@ -125,15 +147,12 @@ def load(run: Run, job: Job, made: Plan | None, voice: Voice, progress: Progress
 def _speak(run: Run, job: Job, engine: Engine, stage: Stage) -> Spoken:
     """Generate on a stage; Ctrl-C keeps what there is."""
     from hspec_cli.dashboard.stream import Ended
-    from hspec_cli.prepare import key
     from hspec_decoding.beside import Meter
-    from hspec_decoding.engine import Request
     from hspec_decoding.events import Prefilled
     from hspec_decoding.text.stream import TextStream
 
     spoken = Spoken(TextStream(job.tokenizer, run.stop or ()), meter=Meter(engine.plan) if engine.plan else None)
-    name = None if run.id is None else as_text(run.id)
-    request = Request(job.prompt, job.max_tokens, job.tokenizer.eos, job.sampling, key=key(name))
+    request = asked(run, job)
     try:
         _introduce(run, job, engine, stage)
         stage.tell(Prefilled(0, len(job.prompt)))
@@ -153,6 +172,15 @@ def _speak(run: Run, job: Job, engine: Engine, stage: Stage) -> Spoken:
     stage.tell(Ended(spoken.reason))
     stage.end()
     return spoken
+
+
+def asked(run: Run, job: Job) -> Request:
+    """The same to the engine."""
+    from hspec_cli.prepare import key
+    from hspec_decoding.engine import Request
+
+    name = None if run.id is None else as_text(run.id)
+    return Request(job.prompt, job.max_tokens, job.tokenizer.eos, job.sampling, key=key(name))
 
 
 def _introduce(run: Run, job: Job, engine: Engine, stage: Stage) -> None:

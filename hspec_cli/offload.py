@@ -12,7 +12,7 @@ from hspec_decoding.device import pick_device, pick_dtype
 from hspec_offload.plan_file import read_plan
 from hspec_offload.speculation import milliseconds
 from hspec_offload.words import elsewhere
-from hspec_profiles.errors import UsageError
+from hspec_profiles.errors import DoesNotFit, UsageError
 
 if TYPE_CHECKING:
     import torch
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from hspec_cli.prepare import Job
     from hspec_cli.run import Run
     from hspec_decoding.options import Settings
+    from hspec_decoding.ranks import Ranks
     from hspec_offload.plan import Plan
     from hspec_profiles.profile import HostProfile
 
@@ -53,8 +54,11 @@ def _check_host(made: Plan, device: torch.device) -> None:
             raise UsageError(f"the plan is for {gpu.name}, this host has {has}", "make a plan for this host")
 
 
-def planned(run: Run, job: Job, settings: Settings, made: Plan | None, voice: Voice) -> Plan | None:
-    """The plan to run by: the given one if it is for this run, else the best one where `--offload` asks for it.
+def planned(
+    run: Run, job: Job, settings: Settings, made: Plan | None, voice: Voice, ranks: Ranks | None = None
+) -> Plan | None:
+    """The plan to run by: the given one if it is for this run, else the best one where `--offload` asks for it, or
+    where GPUs that differ have to share the model.
 
     Raises DoesNotFit, UsageError.
     """
@@ -64,7 +68,7 @@ def planned(run: Run, job: Job, settings: Settings, made: Plan | None, voice: Vo
     about = [flag for flag in about_gpus(run) if device.type == "cpu"]
     if about:
         raise UsageError(f"`{about[0]}` is about a GPU, and this run uses none", "drop it")
-    if made is None and not run.offload:
+    if made is None and not run.offload and not (ranks and _unlike(ranks)):
         return None
     asked = Asked(
         (job.target.config, run.model),
@@ -74,13 +78,32 @@ def planned(run: Run, job: Job, settings: Settings, made: Plan | None, voice: Vo
         pick_dtype(run.dtype, device).itemsize,
         len(job.prompt) or None,
     )
+    count = ranks.size if ranks and device.type == "cuda" else 1
     if made is not None:
-        check_plan(replace(made, model=run.model) if _same(made.model, run.model) else made, asked)
+        check_plan(replace(made, model=run.model) if _same(made.model, run.model) else made, asked, count)
     else:
-        gpus = (device.index or 0,) if device.type == "cuda" else ()
-        made = placed(_host(voice), asked, replace(limits(run), gpus=gpus))
+        first = device.index or 0 if count == 1 else 0
+        gpus = tuple(range(first, first + count)) if device.type == "cuda" else ()
+        offload = limits(run).offload if run.offload else "none"
+        made = placed(_host(voice), asked, replace(limits(run), gpus=gpus, ranks=count, offload=offload))
+    if count > 1 and made.gpus != tuple(range(count)):
+        raise UsageError(f"the plan is for GPUs {made.gpus}", "CUDA_VISIBLE_DEVICES says which ones come first")
+    if ranks and any(part.weights == "disk" for part in made.layers):
+        raise DoesNotFit("the plan reads layers from the disk, which ranks cannot share", "one GPU alone can")
     _tell(run, made, voice)
     return made
+
+
+def _unlike(ranks: Ranks) -> bool:
+    """Whether GPUs share a model that are not all of one kind, so that equal parts may not be best."""
+    import torch
+
+    if ranks.device.type != "cuda":
+        return False
+    own = torch.cuda.get_device_properties(ranks.device)
+    here = range(min(ranks.size, torch.cuda.device_count()))
+    others = [torch.cuda.get_device_properties(n) for n in here]
+    return any((one.name, one.total_memory) != (own.name, own.total_memory) for one in others)
 
 
 def _same(one: str, other: str) -> bool:

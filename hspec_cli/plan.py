@@ -74,6 +74,15 @@ class Plan(Command):
         str | None,
         host_option("--profile", metavar="NAME", help="A shipped or saved profile, or a file, instead of this host."),
     ] = None
+    gpus: Annotated[
+        int | None,
+        host_option(
+            "--gpus",
+            parser=whole("--gpus", 1, 64),
+            metavar="N",
+            help="Share the model among the first N GPUs.  [default: what is fastest]",
+        ),
+    ] = None
     vram: Vram = None
     ram: Ram = None
     reserve: Reserve = None
@@ -112,7 +121,8 @@ class Plan(Command):
     def _limits(self) -> Limits:
         from hspec_offload.ask import Limits
 
-        return Limits(self.vram, self.ram, self.reserve, self.gpu_layers, self.kv_device)
+        limits = Limits(self.vram, self.ram, self.reserve, self.gpu_layers, self.kv_device)
+        return limits if self.gpus is None else replace(limits, gpus=tuple(range(self.gpus)), ranks=self.gpus)
 
     def _work(self, voice: Voice) -> tuple[ModelShape, Workload]:
         """The model and what it is to do."""

@@ -115,6 +115,24 @@ class Run(Command):
             "--device", parser=device_name, metavar="DEVICE", envvar="HSPEC_DEVICE", help="auto, cpu, cuda or cuda:N."
         ),
     ] = "auto"
+    gpus: Annotated[
+        int | None,
+        model_option(
+            "--gpus",
+            parser=whole("--gpus", 1, 64),
+            metavar="N",
+            help="GPUs that share the model.  [default: what is fastest by `hspec profile`]",
+        ),
+    ] = None
+    ranks: Annotated[
+        int | None,
+        model_option(
+            "--ranks",
+            parser=whole("--ranks", 1, 64),
+            metavar="N",
+            help="The same with processes that may share a GPU or the CPU: to try things out.",
+        ),
+    ] = None
     offline: Annotated[
         bool,
         model_option("--offline", envvar="HSPEC_OFFLINE", help="Never use the network."),
@@ -297,13 +315,9 @@ class Run(Command):
     def execute(self) -> int:
         """Print the answer; 0, or 130 when interrupted; 1 where a line of many failed. Raises HspecError for others."""
         self._check()
-        if self.jsonl:
-            from hspec_cli.many import answer_lines
+        from hspec_cli.launch import carry_out
 
-            return answer_lines(self)
-        from hspec_cli.answer import answer
-
-        return answer(replace(self, method="tidal-lossless") if self.lossless and self.method == "tidal" else self)
+        return carry_out(replace(self, method="tidal-lossless") if self.lossless and self.method == "tidal" else self)
 
     @property
     def approximate(self) -> bool:
@@ -342,6 +356,13 @@ class Run(Command):
         if self.quiet and self.dashboard:
             raise UsageError("`--quiet` and `--dashboard` contradict each other", "drop one of them")
         self._check_lines()
+        if self.gpus is not None and self.ranks is not None:
+            raise UsageError("`--gpus` and `--ranks` both say how many share the model", "give one of them")
+        several = f"`--gpus {self.gpus}`" if self.gpus else f"`--ranks {self.ranks}`"
+        if (self.gpus or self.ranks or 1) > 1 and self.device.startswith("cuda:"):
+            raise UsageError(f"`--device {self.device}` names one GPU, {several} are more", "drop one of them")
+        if self.gpus is not None and self.device == "cpu":
+            raise UsageError("`--gpus` is about GPUs, and `--device cpu` uses none", f"`--ranks {self.gpus}`")
         check_run(self)
         if "" in (self.stop or ()):
             raise UsageError("`--stop` must not be empty")
@@ -354,6 +375,8 @@ class Run(Command):
             "`--dashboard`": self.dashboard,
             "`--record`": self.record is not None,
             "`--id`": self.id is not None,
+            "`--gpus`": (self.gpus or 1) > 1,
+            "`--ranks`": (self.ranks or 1) > 1,
         }
         wrong = next((flag for flag, there in given.items() if there), None)
         if self.jsonl and wrong:

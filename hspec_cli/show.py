@@ -197,6 +197,7 @@ def document(told: Told, notes: Sequence[str]) -> str:
         "placement": _placement(told),
         "dtype": told.engine.dtype,
         "device": told.engine.device,
+        "ranks": told.engine.ranks.size if told.engine.ranks else 1,
         "notes": list(notes),
         "version": __version__,
     }

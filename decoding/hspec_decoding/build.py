@@ -143,7 +143,9 @@ class Parts:
         return known[1]
 
     def tidal(self, spec: Spec) -> Tidal:
-        """What the layers of a tidal level read. Raises UsageError where something is offloaded."""
+        """What the layers of a tidal level read. Raises UsageError where something is offloaded, or elsewhere."""
+        if self.target.ranks:
+            raise UsageError("`tidal` levels need all heads in one process", "run without `--gpus` and `--ranks`")
         if self.offloaded:
             raise tidal_needs_all()
         known = self.tidals.get((spec.view, spec.budget))
@@ -191,7 +193,7 @@ class Parts:
         self._forget_graphs()
 
     def _graph(self, decoder: Decoder | None) -> None:
-        if decoder is not None and decoder.device.type == "cuda":
+        if decoder is not None and decoder.device.type == "cuda" and (not decoder.ranks or decoder.ranks.captures):
             self.graphs[id(decoder)] = Graphs(decoder)
 
     def _forget_graphs(self) -> None:

@@ -7,8 +7,9 @@ so rows are filled up as this CPU wants them.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
+from typing import TYPE_CHECKING, Self
 
 import torch
 import torch.nn.functional as F
@@ -18,6 +19,9 @@ from hspec_decoding.config import ModelConfig
 from hspec_decoding.host_view import Fetched, carried_back
 from hspec_decoding.model import Layer
 from hspec_offload.ring import Item
+
+if TYPE_CHECKING:
+    from hspec_decoding.ranks import Ranks
 
 CPU_ROWS = 64  # rows up to which the CPU multiplies; with more the weights come to the device
 
@@ -46,6 +50,11 @@ class CPULayer(Layer):
 
     def items(self, rows: int, attention: Sequence[Item] = ()) -> Sequence[Item]:
         return super().items(rows, attention) if rows > CPU_ROWS else attention
+
+    def together(self, ranks: Ranks) -> Self:
+        """Rows are filled up as the CPU of every rank wants them: all exchange equally often."""
+        fixed, unit = max(ranks.all((self.fixed, self.unit)))
+        return replace(self, ranks=ranks, host=self.host.together(ranks), unit=unit, fixed=fixed)
 
     def _by_cpu(self, step: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
         """A step on tensors [B, R, ...] of the device, whose first dimensions the CPU sees as one."""

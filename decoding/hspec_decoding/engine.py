@@ -28,12 +28,15 @@ from hspec_decoding.load import choose_stacks, load_decoder, together, worthwhil
 from hspec_decoding.model import Decoder
 from hspec_decoding.options import Request, Settings
 from hspec_decoding.place import cap, fitting_stacks, kv_place, planned_shape, planned_stacks, ring_of
+from hspec_decoding.ranks import Ranks
+from hspec_decoding.rehearsal import rehearse
 from hspec_decoding.retrospect import choices, fall_back, most_used
 from hspec_decoding.rules import Chooser, Coupled, Draft, NonFinite, Rejection
 from hspec_decoding.sampling import SeededDraws
 from hspec_decoding.sequence import Text
+from hspec_decoding.shares import Shard
 from hspec_decoding.stack import LONGEST, Stack, written
-from hspec_decoding.tuner import Average, Plan, Tuner, Used
+from hspec_decoding.tuner import Plan, Tuner, Used
 from hspec_offload.ask import Limits
 from hspec_offload.plan import Plan as Offload
 from hspec_profiles.errors import HspecError
@@ -60,6 +63,7 @@ class Engine:
         generated together, that there is room for.
         """
         self.target, self.draft, self.settings, self.context = target, draft, settings, context
+        self.ranks = target.ranks  # that all run this engine; what only a clock can tell rank 0 decides
         self.parts = parts or Parts(target, draft)
         self.stacks, self.stack = stacks, " or ".join(map(written, stacks))
         self.device, self.dtype = str(target.device), str(target.dtype).removeprefix("torch.")
@@ -81,6 +85,7 @@ class Engine:
         plan: Offload | None = None,
         limits: Limits = Limits(),
         sequences: int | None = 1,
+        ranks: Ranks | None = None,
     ) -> Engine:
         """Read the weights to where `plan` puts them, or all to one device. Raises UsageError for settings that cannot
         be meant, DoesNotFit where memory lacks.
@@ -88,13 +93,17 @@ class Engine:
         `vocabulary`: ids that the tokenizer knows, all that are ever produced; models whose embeddings are padded
         differently can then serve each other. `progress` is told (layers read, layers) of the target. A plan runs on
         the device of the settings, be that of its kind or not; `limits` are those it was made within. `sequences` to
-        have room for in a batch, None for as many as find it; where something is offloaded, that is one.
+        have room for in a batch, None for as many as find it; where something is offloaded, that is one. With `ranks`
+        each of them reads its share of the target, and the whole draft.
         """
         notes: list[str] = []
         device = pick_device(settings.device, notes)
         dtype = pick_dtype(settings.dtype, device)
+        vocabulary = rows = min(target.config.vocab_size, vocabulary or target.config.vocab_size)
+        if ranks:
+            target, rows = Shard.of(target, ranks, plan, vocabulary)
         configs = target.config, draft.config if draft else None
-        stacks = fitting_stacks(settings, *configs, context, dtype, device, plan, limits)
+        stacks = fitting_stacks(settings, *configs, context, dtype, device, plan, limits, ranks)
         if not any(spec.name == "draft" for stack in stacks for spec in stack):
             draft = None
         if plan is None or plan.resident:
@@ -103,10 +112,9 @@ class Engine:
         else:
             sequences = 1
         cap(device, limits)
-        vocabulary = min(target.config.vocab_size, vocabulary or target.config.vocab_size)
         forms = sorted({spec.weights for stack in stacks for spec in stack if spec.weights})
-        tune_launches(target.config, draft.config if draft else None, forms, vocabulary, dtype, device, notes)
-        load = partial(load_decoder, dtype=dtype, device=device, context=context, vocabulary=vocabulary)
+        tune_launches(target.config, draft.config if draft else None, forms, rows, dtype, device, notes)
+        load = partial(load_decoder, dtype=dtype, device=device, context=context, vocabulary=vocabulary, ranks=ranks)
         small = load(draft) if draft else None
         if plan is None or plan.resident:
             large, kv = load(target, progress=progress), None
@@ -128,6 +136,7 @@ class Engine:
             stacks = choose_stacks(settings, self.context, draft=draft, gpu=gpu)
             if len(stacks) > 1:
                 stacks = worthwhile(stacks, self.target.config, self.context, self.target.dtype)
+        stacks = self.ranks.common(stacks) if self.ranks else stacks
         engine = Engine(self.target, self.draft, stacks, settings, self.context, self.parts)
         engine.plan, engine.sequences = self.plan, self.sequences
         return engine
@@ -163,7 +172,10 @@ class Engine:
         yield placed(self.parts, self.plan)
         for run in self.runs:
             yield from self._prefill(run)
-        self._rehearse()
+        started = time.perf_counter()
+        self.parts.complete()
+        rehearse(self.levels, self.tuner, [run.text for run in self.runs])
+        self.setup_seconds = time.perf_counter() - started
         yield placed(self.parts, self.plan)
         while True:
             yield from self._join(take)
@@ -171,9 +183,17 @@ class Engine:
             if not active:
                 return
             started = time.perf_counter()
-            events = self._round(active)
+            plan = self.ranks.plan(self.tuner.plan()) if self.ranks else self.tuner.plan()
+            if plan is None:
+                return
+            events = self._round(active, plan)
             self.decode_seconds += time.perf_counter() - started
-            yield from events
+            try:
+                yield from events
+            except GeneratorExit:
+                if self.ranks and not all(run.finished for run in self.runs):
+                    self.ranks.stop()
+                raise
 
     def _join(self, take: Take) -> Iterator[Event]:
         """Fill free slots with requests that wait; where nothing is decoded, the first one is waited for."""
@@ -242,7 +262,7 @@ class Engine:
         )
         self.last = self.levels.last
         self.traffic = Traffic([*self.levels.proposers, self.last], self.target.device)
-        self.by: Chooser = Rejection({}) if self.settings.rule == "rejection" else Coupled()
+        self.by: Chooser = Rejection({}, self.ranks) if self.settings.rule == "rejection" else Coupled()
         self.tuner = Tuner(
             sequential=[level.sequential for level in self.levels.proposers],
             fixed=self.levels.fixed,
@@ -279,31 +299,8 @@ class Engine:
         kept = max(0, min(same, len(known) - 1, len(text) - 2) // chunk * chunk)
         self.last.view.fed(text, text.tokens[:kept])
 
-    def _rehearse(self) -> None:
-        """Capture the passes that decoding will mostly replay, and tell the tuner how long they take."""
-        started = time.perf_counter()
-        self.parts.complete()
-        texts = [run.text for run in self.runs]
-        asked = dict(self.last.view.recorded)  # the prompt's own queries, by which levels are about to select
-        for rows in (1, 4, 16, 32) if self.levels.proposers and not self.last.rows else (1,):
-            seconds = self.last.rehearse(texts, rows)
-            if seconds is not None:
-                self.tuner.target[rows - 1] = Average(seconds, 1)
-        self.last.view.recorded = asked
-        for n, level in enumerate(self.levels.proposers):
-            if isinstance(level, ModelLevel):
-                first = any(chain[:1] == (n,) for chain in self.levels.chains)
-                for rows in (16, 4, 1) if first else (1, 32, 16, 4):
-                    seconds = level.rehearse(texts, rows)
-                if seconds is not None:
-                    self.tuner.cost[n] = Average(seconds, 1)
-            elif self.last.graphs:
-                self.tuner.cost[n] = Average(0.0, 1)
-        self.setup_seconds = time.perf_counter() - started
-
-    def _round(self, active: Sequence[Running]) -> list[Event]:
+    def _round(self, active: Sequence[Running], plan: Plan) -> list[Event]:
         """One pass of the target over what the levels below it propose, or several of its own."""
-        plan = self.tuner.plan()
         try:
             if not plan.levels and self.last.graphs and isinstance(self.by, Coupled):
                 return self._burst(active)

@@ -212,6 +212,8 @@ class Graphs:
             streams = inputs[said, :, None].expand(-1, layout.rows).reshape(-1)
             positions = inputs[said + 1, :, None] + torch.arange(layout.rows, device=inputs.device)
             chosen = choose(logits.flatten(0, 1), self.options[len(layout.slots)], streams, positions.reshape(-1))
+            if self.decoder.ranks:
+                chosen = self.decoder.ranks.first(chosen)
             return Results(logits, chosen.view(-1, layout.rows), static.recorded)
 
         return Captured(*_recorded(run, self.decoder.device), inputs)
@@ -225,7 +227,8 @@ def _recorded(run: Callable[[], Results], device: torch.device) -> tuple[Graph, 
         run()  # compiles the kernels; writes what the replay will write again
     torch.cuda.current_stream(device).wait_stream(side)
     graph = torch.cuda.CUDAGraph()
-    with torch.inference_mode(), torch.cuda.graph(graph):
+    # Meanwhile a thread of NCCL's may look at events of its own.
+    with torch.inference_mode(), torch.cuda.graph(graph, capture_error_mode="thread_local"):
         results = run()
     return graph, results
 

@@ -10,7 +10,8 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Protocol
+from itertools import islice
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
@@ -26,6 +27,9 @@ from hspec_decoding.sequence import Text, speculating
 from hspec_decoding.stack import LONGEST
 from hspec_decoding.views import FullView, Pass, View
 from hspec_kernels.attention import PACKED
+
+if TYPE_CHECKING:
+    from hspec_decoding.ranks import Ranks
 
 
 @dataclass
@@ -161,6 +165,8 @@ class ModelLevel:
                     choose(rows, text.sampling, [text.key] * len(rows), range(len(text), len(text) + len(rows)))
                     for text, rows in zip(block.texts, logits, strict=True)
                 ]
+                if self.decoder.ranks:
+                    chosen = _agreed(chosen, self.decoder.ranks)
                 if ahead:
                     ahead.wait(clock)
             self._fed(block, drafts)
@@ -322,6 +328,12 @@ class Target(ModelLevel):
         if self.rows is None:
             return super()._score(hidden, spans)
         return [rows[span] for rows, span in zip(self.decoder.logits(hidden), spans, strict=True)]
+
+
+def _agreed(chosen: Sequence[Sequence[int]], ranks: Ranks) -> list[list[int]]:
+    """Rank 0's tokens."""
+    told = iter(ranks.same([token for own in chosen for token in own]))
+    return [list(islice(told, len(own))) for own in chosen]
 
 
 def _spans(feed: Sequence[list[int]], drafts: Sequence[Draft]) -> list[slice]:

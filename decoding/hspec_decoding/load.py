@@ -14,6 +14,8 @@ from hspec_decoding.config import ModelConfig
 from hspec_decoding.host_weights import HostDecoder, WeightPlace
 from hspec_decoding.model import Decoder
 from hspec_decoding.options import RULES, Settings
+from hspec_decoding.ranks import Ranks
+from hspec_decoding.shares import Shard, share_out
 from hspec_decoding.sparse import CHUNK, SELECT
 from hspec_decoding.stack import LONGEST, Spec, Stack, candidates, method, parse
 from hspec_offload.ask import Limits, Workload
@@ -221,18 +223,20 @@ def load_decoder(
     ring: Ring | None = None,
     notes: list[str] | None = None,
     exact: bool = True,
+    ranks: Ranks | None = None,
 ) -> Decoder:
     """The model of a checkpoint whose tensors are all there: that is checked before the first is read.
 
     With a plan its layers are where that says; what is on the host comes through `ring`. `exact`: on a CPU beside a GPU
-    too a row's bits do not depend on how many there are.
+    too a row's bits do not depend on how many there are. Of a Shard it is what `ranks` share, of another checkpoint
+    each of them has it whole.
     """
     checkpoint.preflight()
     make: Callable[..., Decoder] = Decoder
     if plan is not None:
         place = WeightPlace.of(plan, ring, checkpoint.expect, [] if notes is None else notes, exact)
         make = partial(HostDecoder, place=place)
-    return make(
+    decoder = make(
         checkpoint.config,
         checkpoint.tensor,
         dtype=dtype,
@@ -242,3 +246,5 @@ def load_decoder(
         release=checkpoint.release,
         progress=progress,
     )
+    decoder.ranks = ranks
+    return share_out(decoder, ranks, checkpoint.share) if ranks and isinstance(checkpoint, Shard) else decoder

@@ -9,8 +9,8 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, NamedTuple, Protocol, Self
 
 import torch
 import torch.nn.functional as F
@@ -21,6 +21,9 @@ from hspec_decoding.rope import frequencies, rotation
 from hspec_kernels.linear import Quantized, gated_linear, linear, quantizable, quantize
 from hspec_kernels.norm import rms_norm
 from hspec_offload.ring import Item, Ring
+
+if TYPE_CHECKING:
+    from hspec_decoding.ranks import Ranks
 
 Read = Callable[[str], Tensor]  # a checkpoint's tensor by name
 Norms = tuple[Tensor, Tensor, float] | None  # weights of the norms of queries and keys, epsilon
@@ -97,6 +100,7 @@ class Layer:
     mlp_norm: Tensor
     gate_up: Product
     down: Product
+    ranks: Ranks | None = field(default=None, kw_only=True)  # with whom the layer is shared
 
     def before(self, x: Tensor, eps: float) -> Tensor:
         """Queries, keys and values [B, R, (H + 2 HK) D] of hidden states [B, R, hidden]."""
@@ -104,8 +108,12 @@ class Layer:
 
     def after(self, x: Tensor, attended: Tensor, eps: float) -> Tensor:
         """The next layer's hidden states, from this one's and its attention [B, R, H, D]."""
-        x = self.out(attended.flatten(-2), x)
-        return self.down(self.gate_up(rms_norm(x, self.mlp_norm, eps), gated=True), x)
+        x = self._whole(self.out, attended.flatten(-2), x)
+        return self._whole(self.down, self.gate_up(rms_norm(x, self.mlp_norm, eps), gated=True), x)
+
+    def _whole(self, product: Product, x: Tensor, residual: Tensor) -> Tensor:
+        """A product of which every rank has some columns, plus the residual."""
+        return self.ranks.total(product(x), residual) if self.ranks else product(x, residual)
 
     def items(self, rows: int, attention: Sequence[Item] = ()) -> Sequence[Item]:  # noqa: ARG002
         """What a pass of so many rows takes from the ring, `attention` of it between `before` and `after`."""
@@ -118,7 +126,11 @@ class Layer:
     def on_device(self, bring: Callable[[Product], Product]) -> Layer:
         """The layer with every product as `bring` makes it."""
         qkv, out, gate_up, down = map(bring, (self.qkv, self.out, self.gate_up, self.down))
-        return Layer(self.input_norm, qkv, self.qk_norms, out, self.mlp_norm, gate_up, down)
+        return Layer(self.input_norm, qkv, self.qk_norms, out, self.mlp_norm, gate_up, down, ranks=self.ranks)
+
+    def together(self, ranks: Ranks) -> Self:
+        """The same layer as one rank's share of it."""
+        return replace(self, ranks=ranks)
 
     def finite(self) -> bool:
         """Whether all weights are numbers."""
@@ -136,7 +148,10 @@ def _quantized(weight: Tensor | Quantized, form: str) -> Tensor | Quantized:
 
 
 class Decoder:
-    """Weights of one model on one device, and its forward pass."""
+    """Weights of one model on one device, and its forward pass; or one rank's share of them."""
+
+    ranks: Ranks | None = None  # who runs the same passes
+    spans: Sequence[int] = ()  # by rank the rows of the head, where it is shared
 
     def __init__(
         self,
@@ -216,8 +231,10 @@ class Decoder:
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:
         """Float32 logits [..., vocabulary] of hidden states [..., hidden]."""
-        logits = linear(hidden, self.head).float()
-        lacking = self.vocabulary - self.head.shape[0]
+        logits = linear(hidden, self.head)
+        if self.ranks and self.spans:
+            logits = self.ranks.joined(logits, self.spans)
+        logits, lacking = logits.float(), self.vocabulary - logits.shape[-1]
         return F.pad(logits, (0, lacking), value=float("-inf")) if lacking else logits
 
     def quantized(self, form: str) -> Decoder:

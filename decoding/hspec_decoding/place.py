@@ -13,6 +13,7 @@ from hspec_decoding.device import Shape
 from hspec_decoding.host_view import KVPlace
 from hspec_decoding.load import affordable, check_memory, choose_stacks, room_left, worthwhile
 from hspec_decoding.options import Settings
+from hspec_decoding.ranks import Ranks
 from hspec_decoding.stack import PLAIN, Spec, Stack, candidates, method, parse
 from hspec_offload.ask import Limits, Workload
 from hspec_offload.plan import Plan, plan
@@ -122,11 +123,16 @@ def fitting_stacks(
     device: torch.device,
     plan: Plan | None,
     limits: Limits,
+    ranks: Ranks | None = None,
 ) -> list[Stack]:
-    """What an engine chooses between, all of which has room. Raises DoesNotFit, UsageError for what cannot be meant."""
+    """What an engine chooses between, all of which has room, on every rank. Raises DoesNotFit, UsageError for what
+    cannot be meant.
+    """
+    rank = ranks.rank if ranks else 0
     if plan is not None and not plan.resident:
-        check_room(plan, device)
-        return planned_stacks(plan, settings, context, draft=draft is not None)
+        check_room(plan, device, rank)
+        stacks = planned_stacks(plan, settings, context, draft=draft is not None)
+        return ranks.common(stacks) if ranks else stacks
     gpu = device.type == "cuda"
     stacks = choose_stacks(settings, context, draft=draft is not None, gpu=gpu)
     used = draft if any(spec.name == "draft" for stack in stacks for spec in stack) else None
@@ -134,11 +140,11 @@ def fitting_stacks(
     if plan is None:
         room = check_memory(models, context, dtype, device, limits)
     else:
-        check_room(plan, device)
+        check_room(plan, device, rank)
         room = room_left(models, context, dtype, device, limits)
     if len(stacks) > 1:
         stacks = affordable(worthwhile(stacks, target, context, dtype), target, context, dtype, room)
-    return stacks
+    return ranks.common(stacks) if ranks else stacks
 
 
 def planned_stacks(plan: Plan, settings: Settings, context: int, *, draft: bool) -> list[Stack]:
@@ -202,8 +208,8 @@ def _reads(plan: Plan, middle: Spec) -> bool:
     return weights and keys
 
 
-def check_plan(plan: Plan, asked: Asked) -> None:
-    """Raise UsageError unless the plan is for this model, this context and this precision, on one GPU at most."""
+def check_plan(plan: Plan, asked: Asked, ranks: int = 1) -> None:
+    """Raise UsageError unless the plan is for this model, context, precision and number of GPUs."""
     config, name = asked.target
     layers = sum(run.count for run in plan.layers)
     differing = []
@@ -217,18 +223,18 @@ def check_plan(plan: Plan, asked: Asked) -> None:
         differing.append(f"weights of {8 * plan.element} bits, not {8 * asked.element}")
     if plan.batch != 1:
         differing.append(f"{plan.batch} sequences, not one")
-    if len(plan.gpus) > 1:
-        differing.append(f"{len(plan.gpus)} GPUs, and a run uses one so far")
+    if max(1, len(plan.gpus)) != ranks:
+        differing.append(f"{len(plan.gpus)} GPUs, not {ranks}")
     if differing:
         raise UsageError(f"the plan is for {'; '.join(differing)}", "`hspec plan --json > FILE` makes another")
 
 
-def check_room(plan: Plan, device: torch.device) -> None:
-    """Raise DoesNotFit where less memory is free than the plan counts on."""
+def check_room(plan: Plan, device: torch.device, rank: int = 0) -> None:
+    """Raise DoesNotFit where less memory is free than the plan counts on, on a rank's GPU or in RAM."""
     *gpus, host = plan.devices
     found = [(host, usable_ram(), "--ram")]
     if gpus and device.type == "cuda":
-        found.append((gpus[0], torch.cuda.mem_get_info(device)[0], "--vram"))
+        found.append((gpus[rank], torch.cuda.mem_get_info(device)[0], "--vram"))
     for place, free, flag in found:
         needed = sum(term.nbytes for term in place.terms if term.name != "reserve")
         if needed > free:

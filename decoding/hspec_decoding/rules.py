@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from torch import Tensor
 
 from hspec_decoding.graphs import Ahead, Clock
 from hspec_decoding.sampling import Draws, accept, agree, probabilities
 from hspec_decoding.sequence import Text
+
+if TYPE_CHECKING:
+    from hspec_decoding.ranks import Ranks
 
 
 @dataclass
@@ -65,13 +68,20 @@ class Rejection:
     """The rejection rule: every level hands up the laws that its tokens were drawn from."""
 
     draws: dict[int, Draws]  # by slot
+    ranks: Ranks | None = None
 
     def check(self, texts: Sequence[Text], drafts: Sequence[Draft], model: Judge) -> list[Draft]:
         checked = []
         for text, draft, rows in zip(texts, drafts, model.logits(texts, drafts), strict=True):
             target = list(probabilities(rows, text.sampling))
             laws = [law.to(rows.device) for law in draft.laws]
-            tokens = accept(draft.tokens, laws, target, self.draws[text.slot])
+            if self.ranks is None or not self.ranks.rank:
+                tokens = accept(draft.tokens, laws, target, self.draws[text.slot])
+            else:
+                tokens = []
+            if self.ranks:
+                count, *told = self.ranks.same([len(tokens), *tokens, *[0] * (len(draft.tokens) + 1 - len(tokens))])
+                tokens = told[:count]
             checked.append(Draft(tokens, target[: len(tokens)]))
         return checked
 

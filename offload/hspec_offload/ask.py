@@ -53,6 +53,7 @@ class Limits:
     kv_device: str | None = None  # "gpu", "cpu"
     offload: str = "auto"  # what may live outside the GPU
     gpus: tuple[int, ...] | None = None  # None for all
+    ranks: int | None = None  # of these GPUs, how many share a pass; None for what is fastest
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,12 @@ if TYPE_CHECKING:
     from hspec_profiles.profile import HostProfile
 
 
+def asked(profile: HostProfile, model: ModelShape, work: Workload, limits: Limits) -> list[Ask]:
+    """The question for every way to use GPUs that the limits allow."""
+    ways = machines(profile, model.kv_heads, limits.gpus)
+    return [Ask(machine, model, work, limits) for machine in ways if limits.ranks in (None, machine.ranks)]
+
+
 def fits(ask: Ask, copies: Copies) -> bool:
     """Whether there is a place for everything."""
     return next(choices(ask, copies), None) is not None
@@ -27,7 +33,7 @@ def largest_context(
     profile: HostProfile, model: ModelShape, work: Workload, limits: Limits, copies: Copies = Copies()
 ) -> int:
     """Tokens of the longest context that has a plan, at most what the model's positions reach; 0 where none has."""
-    asks = [Ask(machine, model, work, limits) for machine in machines(profile, model.kv_heads, limits.gpus)]
+    asks = asked(profile, model, work, limits)
 
     def possible(context: int) -> bool:
         return any(fits(replace(ask, work=replace(work, context=context)), copies) for ask in asks)
@@ -61,7 +67,7 @@ def does_not_fit(
     contradicts itself.
     """
     longest = largest_context(profile, model, work, limits, copies)
-    asks = [Ask(machine, model, work, limits) for machine in machines(profile, model.kv_heads, limits.gpus)]
+    asks = asked(profile, model, work, limits)
     if not any(all(spans(ask, copies)) for ask in asks):
         return UsageError(_contradiction(model, limits, copies), "drop one of the two")
     device = min((_shortage(ask, copies) for ask in asks), key=lambda device: device.used - device.available)

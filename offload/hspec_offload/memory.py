@@ -15,7 +15,7 @@ SLACK = 3 * LONGEST  # slots behind the context for what levels speculate
 CHUNKS = {True: 4096, False: 512}  # tokens of a prefill chunk, on a GPU and on a CPU
 SPLIT = 1024  # keys of one part of the attention kernel
 RESERVE, RESERVE_SHARE = 500_000_000, 0.01  # of a GPU: captured graphs, what is left between tensors, a margin
-PROCESS, PROCESS_SHARE = 1_000_000_000, 0.02  # of RAM: the process itself
+PROCESS, PROCESS_SHARE = 1_000_000_000, 0.02  # of RAM: each process itself
 ROUNDING = 16  # bytes that rounding up of a rank's parts may add
 WHOLE = {"embedding", "draft model", "ring of buffers", "activations"}  # on every rank; all else is split by heads
 PINNED = ("weights, 16 bits", "KV cache")  # in RAM
@@ -155,16 +155,16 @@ def left(ask: Ask, place: Placement) -> int:
 
 
 def in_ram(ask: Ask, place: Placement) -> list[Term]:
-    """What RAM holds beside the process."""
-    model = ask.model
+    """What RAM holds beside the processes, each of which has some of it whole."""
+    model, ranks = ask.model, ask.machine.ranks
     if not ask.machine.gpus:
         own = replace(place, weights=model.layers - place.disk, keys=model.layers, embedding=True)
         return [Term(term.name, term.nbytes) for term in on_device(ask, own)]
     terms = [
         Term("weights, 16 bits", (model.layers - place.weights - place.disk) * model.layer_bytes),
-        Term("embedding", 0 if place.embedding else model.embedding_bytes),
+        Term("embedding", 0 if place.embedding else ranks * model.embedding_bytes),
         Term("KV cache", (model.layers - place.keys) * key_layer(ask)),
-        Term("hidden states", 0 if place.resident(model) else ask.work.context * model.hidden * model.element),
+        Term("hidden states", 0 if place.resident(model) else ranks * ask.work.context * model.hidden * model.element),
     ]
     return [term for term in terms if term.nbytes]
 
@@ -175,10 +175,10 @@ def ram(ask: Ask) -> int:
 
 
 def process(ask: Ask) -> int:
-    """Bytes of RAM that the process itself takes, and a margin; `--reserve` where there is no GPU."""
+    """Bytes of RAM that the processes themselves take, and a margin; `--reserve` where there is no GPU."""
     if ask.limits.reserve is not None and not ask.machine.gpus:
         return ask.limits.reserve
-    return PROCESS + int(PROCESS_SHARE * ram(ask))
+    return PROCESS * ask.machine.ranks + int(PROCESS_SHARE * ram(ask))
 
 
 def choices(ask: Ask, copies: Copies) -> Iterator[Placement]:

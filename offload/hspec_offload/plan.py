@@ -8,14 +8,13 @@ more memory or bandwidth never makes a plan slower, and more context never faste
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import TYPE_CHECKING
 
 from hspec_offload.ask import OFFLOAD, Ask, Copies, Limits, Workload, grouped, stacks
 from hspec_offload.cost import PIECE, Pass, Prefill
-from hspec_offload.fit import does_not_fit, leanest
-from hspec_offload.machine import machines
+from hspec_offload.fit import asked, does_not_fit, leanest
 from hspec_offload.memory import Placement, choices, chunk
 from hspec_offload.notes import notes
 from hspec_offload.passes import Target, draft_seconds, middle_pass, prefill_of, refresh_seconds, target_pass
@@ -107,7 +106,7 @@ class Timed:
 def plan(profile: HostProfile, model: ModelShape, work: Workload, limits: Limits = Limits()) -> Plan:
     """The fastest plan. Raises DoesNotFit where there is none, UsageError for what cannot be meant."""
     _check(profile, model, work, limits)
-    asks = [Ask(machine, model, work, limits) for machine in machines(profile, model.kv_heads, limits.gpus)]
+    asks = asked(profile, model, work, limits)
     plain = [timed for ask in asks for timed in _plain(ask)]
     if not plain:
         raise does_not_fit(profile, model, work, limits)
@@ -117,6 +116,8 @@ def plan(profile: HostProfile, model: ModelShape, work: Workload, limits: Limits
         copies = grouped(stacks(work, gpu=gpu), model.layers, gpu=gpu)
         raise does_not_fit(profile, model, work, limits, leanest(asks[0], copies))
     best = min(ways, key=lambda timed: timed.seconds)
+    if limits.ranks is not None and limits.ranks > 1:
+        ways += [timed for ask in asked(profile, model, work, replace(limits, ranks=1)) for timed in _ways(ask)]
     return _plan(best, min(plain, key=lambda timed: timed.seconds), ways)
 
 
@@ -133,7 +134,15 @@ def _check(profile: HostProfile, model: ModelShape, work: Workload, limits: Limi
         raise UsageError(f"unknown text: {work.text!r}", "texts are " + ", ".join(TEXTS))
     if limits.offload not in OFFLOAD:
         raise UsageError(f"unknown kind of offloading: {limits.offload!r}", "kinds are " + ", ".join(OFFLOAD))
-    if profile.gpus and limits.gpus != ():
+    there = len(profile.gpus) if limits.gpus is None else len({*limits.gpus} & {*range(len(profile.gpus))})
+    if limits.ranks is not None and limits.ranks > max(1, there):
+        raise UsageError(f"`--gpus {limits.ranks}` is asked for, the profile `{profile.name}` has {there}")
+    if limits.ranks is not None and limits.ranks > model.kv_heads:
+        raise UsageError(
+            f"`--gpus {limits.ranks}` is asked for, and a plan gives each GPU whole KV heads, of which "
+            f"`{model.name}` has {model.kv_heads}"
+        )
+    if there and limits.gpus != ():
         return
     flags = {"--vram": limits.vram, "--gpu-layers": limits.gpu_layers, "--kv-device": limits.kv_device}
     for flag, value in flags.items():

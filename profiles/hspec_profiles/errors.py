@@ -25,3 +25,7 @@ class DoesNotFit(HspecError):
     """A model, context or copy that some device or disk has no room for (exit 3)."""
 
     exit_code = 3
+
+
+class LostRank(HspecError):
+    """One of several processes that work together is gone (exit 1): whoever started them says so."""
