@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 from hspec_cli.failures import INTERRUPTED
 from hspec_cli.voice import write
 from hspec_profiles.cores import usable_cores
-from hspec_profiles.errors import HspecError
+from hspec_profiles.errors import HspecError, UsageError
 
 if TYPE_CHECKING:
     from hspec_cli.run import Run
@@ -40,11 +40,14 @@ SHOW_CURSOR = "\x1b[?25h"
 
 def carry_out(run: Run) -> int:
     """The run's exit code: alone, as one of several ranks, or by starting these."""
-    if STORE in os.environ or all(name in os.environ for name in TORCHRUN):
+    member = STORE in os.environ or all(name in os.environ for name in TORCHRUN)
+    count = 1 if member else processes(run)
+    if run.jsonl and (member or count > 1):
+        raise UsageError("`--jsonl` is decoded by one process, and several are to share the model", "`--gpus 1`")
+    if member:
         from hspec_cli.rank import take_part
 
         return take_part(run)
-    count = processes(run)
     if count > 1:
         return start(run, count)
     if run.jsonl:
@@ -73,13 +76,8 @@ def _fastest(run: Run) -> int:
 
     The prompt is not known yet: the context that is planned for is the one asked for, or a middling one.
     """
-    if (
-        run.jsonl
-        or run.device == "cpu"
-        or ":" in run.device
-        or "tidal" in f"{run.method} {run.levels}"
-        or VISIBLE in os.environ
-    ):
+    alone = run.jsonl or "tidal" in f"{run.method} {run.levels}"
+    if alone or run.device == "cpu" or ":" in run.device or VISIBLE in os.environ:
         return 1
     from hspec_profiles.profile import saved_profile
 
