@@ -26,7 +26,6 @@ from hspec_profiles.memory import usable_ram
 from hspec_profiles.profile import HostProfile
 
 SPARSE = ("retrieval", "streaming")  # views of a part of the keys
-ATTENDED = 16  # rows at least that a CPU attends to: as many have the same bits wherever they stand among them
 
 
 @dataclass(frozen=True)
@@ -171,7 +170,7 @@ def planned_shape(plan: Plan | None, shape: Shape) -> Shape:
     """
     if plan is None or plan.resident or shape.padded or (plan.block <= shape.rows and not plan.cpu_share):
         return shape
-    return replace(shape, rows=max(plan.block, ATTENDED), padded=True)
+    return replace(shape, rows=plan.block, padded=True)
 
 
 def _bare(stack: Stack) -> Stack:

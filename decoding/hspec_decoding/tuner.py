@@ -92,13 +92,14 @@ class Tuner:
             self.acceptance[level] = Average(self._guess(level) * GUESS, GUESS)
             self.yields[level] = Average(1.0, 1.0)
         self.chains = self.chains or [tuple(range(len(self.sequential)))]
-        self._parts = list(dict.fromkeys(chain[:n] for chain in self.chains for n in range(1, len(chain) + 1)))
+        parts = dict.fromkeys(chain[:n] for chain in self.chains for n in range(1, len(chain) + 1))
+        self._parts = list(parts) if self.block else []
         self._worked_out: dict[object, float] = {}  # from the measurements of this round
 
     def plan(self) -> Plan:
         """What to do in the next round."""
         self._worked_out.clear()
-        if not self.sequential:
+        if not self._parts:
             return PLAIN
         if not self.adapt:
             return self._first(self.chains[0])

@@ -49,7 +49,7 @@ def _sound(plan: Plan) -> Plan:
         (all(run.keys in KEYS for run in runs), f"`keys` of layers are {', '.join(KEYS)}"),
         (all(run.copy in ("", "int4") for run in runs), "the `copy` of layers is int4"),
         (len(plan.devices) == len(plan.gpus) + 1, "`devices` are those of `gpus`, and RAM"),
-        (plan.block <= ROWS, f"a `block` has {ROWS} rows at most"),
+        (1 <= plan.block <= ROWS, f"a `block` has from 1 to {ROWS} rows"),
         (not carried or plan.ring_pieces * plan.piece_bytes >= PIECE, f"the ring has {PIECE:,} bytes at least"),
     ):
         if not holds:

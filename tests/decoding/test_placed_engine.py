@@ -201,8 +201,8 @@ def test_longer_blocks_are_padded() -> None:
     """Those that the kernels add up in one order whatever their length need not be, unless the CPU attends too."""
     made = placed(TWENTY_FOUR, seven_b(122_880), Limits())
     assert made.cpu_share
-    for block, rows in ((1, 16), (16, 16), (32, 32), (64, 64)):
-        assert planned_shape(replace(made, block=block), GPU_SHAPE) == Shape(rows, 1, padded=True)
+    for block in (1, 16, 32, 64):
+        assert planned_shape(replace(made, block=block), GPU_SHAPE) == Shape(block, 1, padded=True)
     made = replace(made, cpu_share=0.0)
     for block, expected in ((16, GPU_SHAPE), (32, GPU_SHAPE), (64, Shape(64, 1, padded=True))):
         assert planned_shape(replace(made, block=block), GPU_SHAPE) == expected

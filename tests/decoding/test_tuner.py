@@ -193,6 +193,17 @@ def test_rounds_without_room(sequential: list[bool], rounds: int) -> None:
     assert world.run(tuner, 300) < world.target
 
 
+@pytest.mark.parametrize("adapt", [True, False])
+def test_blocks_of_one_row_have_no_room(adapt: bool) -> None:
+    """Everything is plain decoding then, whatever there is to draft with."""
+    world = World([True, False], [0.1, 0.1], [0.9, 0.9], block=0, chains=[(0, 1), (1,)])
+    tuner = world.tuner(adapt=adapt)
+    tuner.cost = {level: Average(0.0, 1) for level in (0, 1)}
+    assert world.run(tuner, 40) == pytest.approx(1.0)
+    assert tuner.plain_rounds == tuner.rounds == 40
+    assert not list(tuner.choices())
+
+
 def test_times_that_grow_with_the_block() -> None:
     """Without the fixed shape the target's time depends on what it is given: between widths measured it is a line."""
     tuner = Tuner([True], [None], 63)

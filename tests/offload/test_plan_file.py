@@ -76,7 +76,8 @@ def test_other_files_are_no_plans(tmp_path: Path, text: str, says: str) -> None:
         (("layers", 0, "last"), None, "`layers.0.last` must be a whole number"),
         (("devices",), [], "and RAM"),
         (("gpus",), [0, 1, 2], "and RAM"),
-        (("block",), 65, "64 rows at most"),
+        (("block",), 65, "from 1 to 64 rows"),
+        (("block",), 0, "from 1 to 64 rows"),
         (("context",), None, "`context` must be a whole number"),
     ],
 )
