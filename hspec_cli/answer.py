@@ -104,7 +104,7 @@ def _load(run: Run, text: str, voice: Voice, stage: Stage) -> tuple[Job, Engine]
         limits=limits(run),
     )
     voice.detail(f"{run.model} on {engine.device} in {engine.dtype}: {engine.stack}")
-    for words in notes(engine, len(job.prompt) + job.max_tokens):
+    for words in notes(engine, run.method, len(job.prompt) + job.max_tokens):
         voice.note(words)
     voice.detail(f"prompt {len(job.prompt):,} tokens, context {job.context:,}, {show.sampling_words(job.sampling)}")
     return job, engine
