@@ -139,7 +139,7 @@ def load(
     voice.detail(
         f"{run.model} on {f'{ranks.size} × ' if ranks else ''}{engine.device} in {engine.dtype}: {engine.stack}"
     )
-    for words in notes(engine, len(job.prompt) + job.max_tokens):
+    for words in notes(engine, run.method, len(job.prompt) + job.max_tokens):
         voice.note(words)
     return engine
 

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 APPROXIMATE = "APPROXIMATE"  # in every place that shows what such a run says
 
 
-def notes(engine: Engine, length: int) -> Iterator[str]:
+def notes(engine: Engine, method: str, length: int) -> Iterator[str]:
     """That the text is approximate, from which length on keys are left out at all, which layers read them all.
 
     `length`: tokens of prompt and answer.
@@ -20,6 +20,8 @@ def notes(engine: Engine, length: int) -> Iterator[str]:
 
     spec = next((spec for stack in engine.stacks for spec in stack if spec.tidal), None)
     if spec is None:
+        if "tidal" in method:
+            yield f"to leave keys out pays from two budgets of tokens on: these {length:,} are decoded plainly"
         return
     tidal = engine.parts.tidal(spec)
     if any(map(approximate, engine.stacks)):

@@ -20,7 +20,7 @@ from hspec_decoding.ngram import NGram
 from hspec_decoding.options import CORRECT
 from hspec_decoding.sparse import CHUNK, SELECT, SINKS, SparseView, Streaming
 from hspec_decoding.stack import LONGEST, Spec, Stack, approximate
-from hspec_decoding.tidal import PAYS, LastView, Tidal, TidalView
+from hspec_decoding.tidal import FLOOR, PAYS, LastView, Tidal, TidalView
 from hspec_decoding.tidal_target import TidalTarget
 from hspec_decoding.tuner import Plan
 from hspec_decoding.views import FullView, InPlaceView, View, WindowView
@@ -152,7 +152,8 @@ class Parts:
         if known is None:
             calibration = self.calibration or find(self.target.config)
             way = (spec.view or "").removeprefix("tidal").removeprefix("-") or None
-            known = Tidal(self.target.config, calibration, spec.budget or LEAST_BUDGET, way)
+            floor = FLOOR[self.target.device.type]
+            known = Tidal(self.target.config, calibration, spec.budget or LEAST_BUDGET, way, floor)
             self.tidals[spec.view, spec.budget] = known
         return known
 

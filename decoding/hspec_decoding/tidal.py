@@ -26,6 +26,7 @@ from hspec_kernels.select import score_chunks
 SINKS = 4  # first tokens, always read
 RECENT = 4  # the last tokens always read are the budget divided by this
 PAYS = 2  # budgets that a text must hold before some of its keys are left out
+FLOOR = {"cpu": 0, "cuda": 4096}  # tokens below which choosing takes longer than reading; of a GPU by bytes alone
 SPECULATED = 192  # tokens at most between a verified token and the end of a pass behind it
 
 
@@ -83,9 +84,13 @@ class Fed(Pooled):
 class Tidal:
     """What each layer of a level reads. Captured passes hold its tensors, so it lives as long as they do."""
 
-    def __init__(self, config: ModelConfig, calibration: Calibration, budget: int, way: str | None = None) -> None:
-        """`budget`: tokens that a sparse layer reads. `way`: heads, pooled or fed, else as the calibration says."""
-        self.config, self.calibration, self.budget = config, calibration, budget
+    def __init__(
+        self, config: ModelConfig, calibration: Calibration, budget: int, way: str | None = None, floor: int = 0
+    ) -> None:
+        """`budget`: tokens that a sparse layer reads. `way`: heads, pooled or fed, else as the calibration says.
+        `floor`: tokens of a text below which all layers read all of them.
+        """
+        self.config, self.calibration, self.budget, self.floor = config, calibration, budget, floor
         self.way = way or calibration.way
         self.recent = budget // RECENT
         self.most = budget - SINKS - self.recent
@@ -105,7 +110,7 @@ class Tidal:
     @property
     def least(self) -> int:
         """Cached tokens from which on a text is read in part."""
-        return PAYS * self.budget
+        return max(self.floor, PAYS * self.budget)
 
     @property
     def words(self) -> str:

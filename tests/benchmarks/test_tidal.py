@@ -12,6 +12,8 @@ from typing import Any
 import case_models
 import pytest
 
+pytestmark = pytest.mark.long  # programs of their own, each of which imports everything anew
+
 ROOT = Path(__file__).parents[2]
 
 

@@ -79,6 +79,9 @@ def test_short_texts_are_read_whole_and_it_is_said(hspec: Hspec, model: Path) ->
     assert "pays from 800 tokens on with a budget of 400: these " in short.err
     assert short.out == run(hspec, model, "--method", "autoregressive").out
     assert "pays from" not in run(hspec, model, "--method", "tidal").err
+    plain = run(hspec, model, *words, "--lossless")
+    assert plain.out == short.out
+    assert "are decoded plainly" in plain.err
 
 
 def test_corrections(hspec: Hspec, model: Path) -> None:
