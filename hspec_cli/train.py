@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import sys
 import time
 from abc import abstractmethod
 from dataclasses import dataclass, field
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
     from hspec_decoding.training.trainer import Course, Recipe
 
 WORK = "work"  # text and states, in the output's directory
-CURVE = "▁▂▃▄▅▆▇█"
+CURVE, PLAIN = "▁▂▃▄▅▆▇█", "_.-:=+*#"
 CELLS = 40
 
 CHIMERA_EXAMPLES = """\
@@ -232,7 +233,10 @@ class _Training:
         from hspec_decoding.training.texts import Turns
 
         ask = self.ask
-        device = pick_device(ask.device, self.voice.notes)
+        notes: list[str] = []
+        device = pick_device(ask.device, notes)
+        for note in notes:
+            self.voice.note(note)
         dtype = pick_dtype(ask.dtype, device)
         texts = [_read(path) for path in ask.text or ()]
         files = Files(ask.offline, False, self.voice, self.shown)
@@ -248,13 +252,13 @@ class _Training:
         model = files.model(ask.model)
         checkpoint = model.open()
         target = load(checkpoint, wanted, dtype, device, model.tokenizer.size)
-        corpus = text_of(target, model.tokenizer, texts, wanted, self._made)
-        made = ask.student(target, corpus, Turns.of(model.tokenizer).control)
         try:
+            corpus = text_of(target, model.tokenizer, texts, wanted, self._made)
+            made = ask.student(target, corpus, Turns.of(model.tokenizer).control)
             course, checksum = train(made, target, corpus, recipe, wanted, self)
         except KeyboardInterrupt:
             self.shown.pause()
-            self.voice.line(f"what was learnt is in {place / WORK}; the same command goes on from there")
+            self.voice.line(f"what was made is in {place / WORK}; the same command goes on from there")
             raise
         use = ask.keep(made, place, model)
         self._tell_end(place, use, course, checksum, corpus, student)
@@ -324,7 +328,17 @@ def curve(values: list[float], cells: int = CELLS) -> str:
     means = [sum(values[a:b]) / (b - a) for a, b in pairwise(cut)]
     low, high = min(means, default=0.0), max(means, default=0.0)
     span = (high - low) or 1.0
-    return "".join(CURVE[round((value - low) / span * (len(CURVE) - 1))] for value in means)
+    signs = PLAIN if sys.stderr is None or _lacks(CURVE, sys.stderr.encoding) else CURVE
+    return "".join(signs[round((value - low) / span * (len(signs) - 1))] for value in means)
+
+
+def _lacks(text: str, encoding: str | None) -> bool:
+    """Whether an encoding cannot write a text."""
+    try:
+        text.encode(encoding or "ascii")
+    except UnicodeEncodeError:
+        return True
+    return False
 
 
 def _read(path: Path) -> str:

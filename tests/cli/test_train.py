@@ -86,7 +86,7 @@ def test_ctrl_c_saves_and_the_same_command_goes_on(
     code, printed, err = chimera(capsys, target, *out)
     assert (code, printed) == (130, "")
     assert not (tmp_path / "cut" / files.WEIGHTS).exists()
-    assert ("the same command goes on from there" in err) == (looks > 39)
+    assert "the same command goes on from there" in err
     code, printed, err = chimera(capsys, target, *out)
     assert (code, printed) == (0, f"{tmp_path / 'cut'}\n")
     whole, cut = ((tmp_path / name / files.WEIGHTS).read_bytes() for name in ("whole", "cut"))
@@ -164,8 +164,11 @@ def test_text_of_other_settings_is_not_taken_up(
     assert "holds text that was made with other settings: seed" in err
 
 
-def test_a_curve_has_a_cell_for_each_part() -> None:
+def test_a_curve_has_a_cell_for_each_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.stderr", io.TextIOWrapper(io.BytesIO(), encoding="utf-8"))
     assert curve([]) == ""
     assert curve([2.0]) == "▁"
     assert curve([float(n) for n in range(8)]) == "▁▂▃▄▅▆▇█"
     assert len(curve([1.0] * 1000)) == 40
+    monkeypatch.setattr("sys.stderr", io.TextIOWrapper(io.BytesIO(), encoding="ascii"))
+    assert curve([float(n) for n in range(8)]) == "_.-:=+*#"
