@@ -83,6 +83,12 @@ def seconds_of(work: Callable[[], object], repeats: int = 10) -> float:
 
 def printed(names: Sequence[str], sections: Mapping[str, Callable[[], Iterator[Row]]], results: Row) -> None:
     """Run sections, their rows printed as they come, and print all that was found as the last line, in JSON."""
+    measured(names, sections, results)
+    print(json.dumps(results))
+
+
+def measured(names: Sequence[str], sections: Mapping[str, Callable[[], Iterator[Row]]], results: Row) -> None:
+    """Run sections, and print their rows as they come."""
     for name in names:
         say(f"\n{name}")
         started = time.perf_counter()
@@ -91,7 +97,6 @@ def printed(names: Sequence[str], sections: Mapping[str, Callable[[], Iterator[R
             results[name].append(row)
             say("  ".join(f"{key} {shown(value)}" for key, value in row.items()))
         say(f"({time.perf_counter() - started:.0f} s)")
-    print(json.dumps(results))
 
 
 def shown(value: object) -> str:

@@ -401,7 +401,7 @@ SECTIONS: dict[str, Callable[[Bench], Iterator[Row]]] = {
 
 
 def main() -> None:
-    options = read_options()
+    options = read_options(__doc__, tuple(SECTIONS))
     bench = Bench.open(options)
     name = "CPU" if bench.rehearsal else torch.cuda.get_device_name()
     say(f"{name}, torch {torch.__version__}, profile {bench.profile.name} of {bench.profile.measured_at or 'no date'}")
@@ -409,8 +409,9 @@ def main() -> None:
     printed(options.only, {name: partial(section, bench) for name, section in SECTIONS.items()}, results)
 
 
-def read_options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def read_options(description: str | None, sections: Sequence[str], **numbers: int) -> argparse.Namespace:
+    """The words of the command line; `numbers` are further ones, with their defaults."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--target", required=True, help="a small model to widen: GGUF file or checkpoint folder")
     parser.add_argument("--draft", help="a smaller one with its tokenizer")
     parser.add_argument("--prose", type=Path, help="a long text")
@@ -428,7 +429,10 @@ def read_options() -> argparse.Namespace:
     parser.add_argument("--small-vram", type=size("--small-vram"), default=8 << 30)
     parser.add_argument("--scratch", help="where 14 GB of a model can be written for transformers")
     parser.add_argument("--texts", type=lambda text: text.split(","), default=["code", "prose"])
-    parser.add_argument("--only", type=lambda text: text.split(","), default=list(SECTIONS))
+    parser.add_argument("--only", type=lambda text: text.split(","), default=list(sections))
+    for name, default in numbers.items():
+        parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--results", help=argparse.SUPPRESS)
     return parser.parse_args()
 
 

@@ -27,6 +27,7 @@ from hspec_profiles.errors import HspecError, UsageError
 if TYPE_CHECKING:
     from hspec_cli.run import Run
 
+MEMBER = "from hspec_cli.rank import main; main()"
 STORE = "HSPEC_STORE"  # a file by which ranks that were started here meet
 TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 VISIBLE = "CUDA_VISIBLE_DEVICES"
@@ -45,11 +46,11 @@ def carry_out(run: Run) -> int:
     if run.jsonl and (member or count > 1):
         raise UsageError("`--jsonl` is decoded by one process, and several are to share the model", "`--gpus 1`")
     if member:
-        from hspec_cli.rank import take_part
+        from hspec_cli.rank import finish
 
-        return take_part(run)
+        finish(run)
     if count > 1:
-        return start(run, count)
+        return start([sys.executable, "-P", "-c", MEMBER, json.dumps(asdict(run))], count)
     if run.jsonl:
         from hspec_cli.many import answer_lines
 
@@ -101,17 +102,18 @@ def _fastest(run: Run) -> int:
         return 1
 
 
-def start(run: Run, count: int) -> int:
-    """Start so many ranks, wait until one has ended, end the others, and return the exit code: rank 0's, 130 after
-    Ctrl-C, or that of the rank that failed.
+def start(command: Sequence[str], count: int) -> int:
+    """Start so many ranks of a command, wait until one has ended, end the others, and return the exit code: rank 0's,
+    130 after Ctrl-C, or that of the rank that failed.
     """
     with tempfile.TemporaryDirectory(prefix="hspec-") as folder, _blocked() as usual:
-        ranks = [_started(run, n, count, Path(folder) / "store", usual) for n in range(count)]
+        store = Path(folder) / "store"
+        ranks = [_started(command, n, count, store, usual) for n in range(count)]
         try:
             first = _first(ranks)
         finally:
             _end(ranks)
-    return _code(first, ranks[first].returncode, count)
+        return _code(first, ranks[first].returncode, count, store)
 
 
 @contextmanager
@@ -126,7 +128,7 @@ def _blocked() -> Iterator[set[int]]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def _started(run: Run, rank: int, count: int, store: Path, usual: set[int]) -> subprocess.Popen[bytes]:
+def _started(command: Sequence[str], rank: int, count: int, store: Path, usual: set[int]) -> subprocess.Popen[bytes]:
     """One rank. Only rank 0 has our input and output, and hears of Ctrl-C; none outlives us."""
     library = ctypes.CDLL(None)
 
@@ -137,7 +139,7 @@ def _started(run: Run, rank: int, count: int, store: Path, usual: set[int]) -> s
 
     nothing = subprocess.DEVNULL if rank else None
     return subprocess.Popen(
-        [sys.executable, "-P", "-c", "from hspec_cli.rank import main; main()", json.dumps(asdict(run))],
+        command,
         stdin=nothing,
         stdout=nothing,
         env=_environment(rank, count, store),
@@ -178,13 +180,13 @@ def _first(ranks: Sequence[subprocess.Popen[bytes]]) -> int:
             ranks[0].send_signal(signal.SIGINT)
 
 
-def _code(rank: int, code: int, count: int) -> int:
+def _code(rank: int, code: int, count: int, store: Path) -> int:
     """The exit code of all, from that of the rank that ended; where it could say nothing that is said here."""
     if code == -signal.SIGINT:
         return INTERRUPTED
     if code >= 0 and code != LOST:
         return code
-    how = "lost another one" if code == LOST else f"was ended by {signal.Signals(-code).name}"
+    how = Path(f"{store}.{rank}").read_text() if code == LOST else f"was ended by {signal.Signals(-code).name}"
     why = "memory may have run out" if code == -signal.SIGKILL else "`--debug` may show more"
     write(f"error: rank {rank} of {count} {how}\n\nhint: {why}")
     return 1

@@ -11,7 +11,8 @@ import os
 import sys
 import time
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, NoReturn
 
 from hspec_cli.failures import report
 from hspec_cli.interrupt import one_is_enough
@@ -51,16 +52,26 @@ class Seat:
 def main() -> None:
     """The main program of a process that was started here; its argument is the run."""
     with one_is_enough():
-        try:
-            from hspec_cli.run import Run
+        from hspec_cli.run import Run
 
-            code = take_part(Run(**json.loads(sys.argv[1])))
-        except (Exception, KeyboardInterrupt) as failure:
-            code = report(failure, debug='"debug": true' in sys.argv[1])
+        finish(Run(**json.loads(sys.argv[1])))
+
+
+def finish(run: Run) -> NoReturn:
+    """Take part in the run to its end, and end this process with its exit code."""
+    try:
+        code = take_part(run)
+    except (Exception, KeyboardInterrupt) as failure:
+        code = report(failure, debug=run.debug)
+    leave(code)
+
+
+def leave(code: int) -> NoReturn:
+    """End this process without asking libraries, which would wait for ranks, or for graphs that hold exchanges."""
     from hspec_cli.output import settle
 
     settle()
-    os._exit(code)  # a library that waits for ranks that are gone is not asked
+    os._exit(code)
 
 
 def take_part(run: Run) -> int:
@@ -82,8 +93,9 @@ def take_part(run: Run) -> int:
         if code == 0:
             ranks.end()
         return code
-    except LostRank:
+    except LostRank as lost:
         if STORE in os.environ:
+            Path(f"{os.environ[STORE]}.{seat.rank}").write_text(lost.message)
             return LOST
         time.sleep(GRACE)
         raise

@@ -139,10 +139,10 @@ class Ranks:
         return f"told {self._told}"
 
     def end(self) -> None:
-        """All ranks are done."""
-        with _together():
-            dist.barrier()
-        dist.destroy_process_group()
+        """Return when all ranks are done. NCCL would not let go of the group while graphs hold exchanges."""
+        self.all(self.rank)
+        if not self.nccl:
+            dist.destroy_process_group()
 
 
 def _meet(store: Store, size: int) -> None:
@@ -167,4 +167,4 @@ def _together() -> Iterator[None]:
         if isinstance(failure, torch.OutOfMemoryError):
             raise
         first = (str(failure).strip().splitlines() or ["no message"])[0]
-        raise LostRank(f"another rank is gone, and none can go on alone: {first}") from failure
+        raise LostRank(f"could not exchange with the others: {first}") from failure

@@ -4,10 +4,11 @@ the vocabulary (Megatron-LM, arXiv 1909.08053, section 3). Embedding and norms a
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate, pairwise
 from math import gcd
+from pathlib import Path
 
 import torch
 
@@ -85,7 +86,7 @@ def _queries(config: ModelConfig, ranks: int) -> list[tuple[range, range]]:
 
 @dataclass(frozen=True)
 class Shard(Checkpoint):
-    """A checkpoint as one rank sees it: its slices of the same files, a config of their sizes.
+    """A checkpoint as one rank sees it: its slices of the same files, which `whole` knows, a config of their sizes.
 
     Rows are views of the mapped file, columns are copied out of it; so each byte is read once by the rank it is for.
     """
@@ -98,11 +99,22 @@ class Shard(Checkpoint):
     def of(cls, whole: Checkpoint, ranks: Ranks, plan: Plan | None, vocabulary: int) -> tuple[Shard, int]:
         """This rank's part, and the rows of its head. Raises UsageError where the model cannot be shared so."""
         share = shares(whole.config, ranks.size, plan.kv_heads if plan else None)[ranks.rank]
-        own = {**vars(whole), "config": share.local(whole.config)}
-        return cls(**own, whole=whole, share=share, vocabulary=vocabulary), len(share.vocabulary(vocabulary))
+        return cls.cut(whole, share, vocabulary), len(share.vocabulary(vocabulary))
+
+    @classmethod
+    def cut(cls, whole: Checkpoint, share: Share, vocabulary: int) -> Shard:
+        """The share's part of a checkpoint."""
+        config = share.local(whole.config)
+        return cls(Path(), {}, config, {}, {}, whole=whole, share=share, vocabulary=vocabulary)
 
     def preflight(self) -> None:
         self.whole.preflight()
+
+    def release(self, names: Iterable[str]) -> None:
+        self.whole.release(names)
+
+    def expect(self, names: Iterable[str]) -> None:
+        self.whole.expect(names)
 
     def tensor(self, name: str) -> torch.Tensor:
         tensor, share, dim = self.whole.tensor(name), self.share, self.config.head_dim

@@ -25,6 +25,7 @@ from hspec_decoding.shares import Shard, Share, cut, shares
 from hspec_offload.ask import Limits
 from hspec_offload.plan_file import document
 from hspec_profiles.errors import HspecError, UsageError
+from hspec_profiles.profile import HostProfile
 
 Found = list[dict[str, list[list[int]]]]
 SMALL = {"num_hidden_layers": 2}
@@ -45,9 +46,12 @@ STACKS = {
     "triforce": {"levels": "draft > target(retrieval:64) > target(full)"},
     "small copies": {"levels": "ngram > target(full, kv=int4, w=int4) > target(full)"},
 }
-PLACES = {
-    "weights streamed": {"gpu_layers": 1, "kv_device": "gpu"},
-    "all streamed": {"gpu_layers": 0, "kv_device": "cpu"},
+SLOW = gpus(0.6, 0.6)  # and a host that copies rather than computes; or the other way round
+FAST = gpus(0.6, 0.6, to_device=1e5, to_host=1e5)
+PLACES: dict[str, tuple[HostProfile, dict[str, Any]]] = {
+    "weights streamed": (SLOW, {"gpu_layers": 1, "kv_device": "gpu"}),
+    "all streamed": (SLOW, {"gpu_layers": 0, "kv_device": "cpu"}),
+    "all by the CPU": (FAST, {"gpu_layers": 1, "kv_device": "cpu"}),
 }
 
 
@@ -71,10 +75,12 @@ def cases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]
     made["bfloat16"] = {**base, "settings": {**base["settings"], "dtype": "bfloat16"}}
     made["bfloat16, plain"] = {**base, "settings": {**STACKS["plain"], "dtype": "bfloat16"}}
     whole = Checkpoint.open(Path(base["model"]))
-    for name, limits in PLACES.items():
+    for name, (host, limits) in PLACES.items():
         asked = Asked((whole.config, "tiny"), None, Settings(**STACKS["n-grams"]), CONTEXT, element=4)
-        plan = placed(gpus(0.6, 0.6), asked, Limits(reserve=0, gpus=(0, 1), ranks=2, **limits))
+        plan = placed(host, asked, Limits(reserve=0, gpus=(0, 1), ranks=2, **limits))
         assert plan.kv_heads == (1, 1)
+        assert not plan.resident
+        assert (host is FAST) == any(run.weights == "cpu" for run in plan.layers)
         (root / f"{name}.json").write_text(json.dumps(document(plan, [])))
         made[name] = {**made["even heads, n-grams"], "plan": str(root / f"{name}.json")}
     return made
@@ -138,6 +144,13 @@ def test_the_rejection_rule(found: Found) -> None:
     assert [len(tokens) for tokens in found[0]["rejection"]] == [TOKENS]
 
 
+def test_three_ranks(cases: Mapping[str, Mapping[str, Any]], found: Found, tmp_path: Path) -> None:
+    """More than KV heads, with queries unevenly shared; sums of three parts have one order, however many the rows."""
+    name = "even heads, triforce"
+    three = start(tmp_path / "three", {name: cases[name]}, size=3)
+    assert [rank[name] for rank in three] == [found[0]["even heads, plain"]] * 3
+
+
 # --- shares ------------------------------------------------------------------------------------------------------
 
 
@@ -180,10 +193,7 @@ def test_too_many_ranks_are_refused() -> None:
 def test_shards_are_the_whole(tmp_path: Path, model: str) -> None:
     """Slices of the mapped file: together every tensor, and rows are not copied."""
     whole = Checkpoint.open(write(tmp_path / "model", **MODELS[model]))
-    shards = [
-        Shard(**{**vars(whole), "config": share.local(whole.config)}, whole=whole, share=share, vocabulary=320)
-        for share in parts(whole.config, 2)
-    ]
+    shards = [Shard.cut(whole, share, 320) for share in parts(whole.config, 2)]
     for shard in shards:
         shard.preflight()
         expected = shard.config.tensors()

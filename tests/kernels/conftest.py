@@ -12,7 +12,8 @@ import hspec_kernels.attention
 import hspec_kernels.linear
 import hspec_kernels.mlp
 import hspec_kernels.norm
-import hspec_kernels.rope  # noqa: F401
+import hspec_kernels.rope
+import hspec_kernels.total  # noqa: F401
 
 
 @pytest.fixture

@@ -11,6 +11,7 @@ from hspec_kernels.linear import Quantized, gated_linear, linear, linear_referen
 from hspec_kernels.mlp import silu_mul, silu_mul_reference
 from hspec_kernels.norm import rms_norm, rms_norm_reference
 from hspec_kernels.rope import rope_append, rope_append_reference
+from hspec_kernels.total import total, total_reference
 
 pytestmark = pytest.mark.usefixtures("on_triton")
 
@@ -126,6 +127,14 @@ def test_gated_linear(dtype: torch.dtype, kind: str, biased: bool, few: int, dev
     assert found.shape == (16, 70)
     assert torch.equal(found, silu_mul(linear(x, weight, bias if biased else None)))
     assert torch.equal(gated_linear(x[3:4], weight, bias if biased else None), found[3:4])
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", [(2, 1, 1), (2, 3, 1000), (3, 2, 2048)])
+def test_total(dtype: torch.dtype, shape: tuple[int, ...], device: torch.device) -> None:
+    """To the bit: in one order, whatever the shape, and rounded once."""
+    parts, residual = random(*shape, device=device, dtype=dtype), random(*shape[1:], device=device, dtype=dtype)
+    assert torch.equal(total(parts, residual), total_reference(parts, residual))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -341,3 +341,39 @@ def test_plans_are_values(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("time.perf_counter", lambda: pytest.fail("a plan reads no clock"))
     asked: tuple[HostProfile, ModelShape, Workload] = gpus(12), LLAMA, Workload(10_000)
     assert plan(*asked) == plan(*asked)
+
+
+class TestSharing:
+    """GPUs that share a model because they are told to."""
+
+    def test_unlike_gpus_share_by_whole_heads(self) -> None:
+        """A card of 24 GB and one of 12: more heads for the larger, and what it would do alone is said."""
+        made = plan(gpus(24, 12), LLAMA, Workload(60_000), Limits(ranks=2))
+        assert made.gpus == (0, 1)
+        assert sum(made.kv_heads) == LLAMA.kv_heads
+        assert made.kv_heads[0] > made.kv_heads[1] > 0
+        for device in made.devices:
+            assert device.used <= device.available
+        assert any("all GPUs together" in note and "the best one alone" in note for note in made.notes)
+
+    def test_one_or_all(self) -> None:
+        one = plan(gpus(24, 24), LLAMA, Workload(60_000), Limits(ranks=1))
+        two = plan(gpus(24, 24), LLAMA, Workload(60_000), Limits(ranks=2))
+        assert (len(one.gpus), len(two.gpus)) == (1, 2)
+        assert two.prediction.seconds_per_token < one.prediction.seconds_per_token
+        fastest = plan(gpus(24, 24), LLAMA, Workload(60_000))
+        assert fastest.prediction.seconds_per_token == two.prediction.seconds_per_token
+
+    def test_what_cannot_be_shared_is_refused_with_numbers(self) -> None:
+        with pytest.raises(UsageError, match="`--gpus 3` is asked for, the profile `one` has 2"):
+            plan(gpus(24, 24), LLAMA, Workload(2048), Limits(ranks=3))
+        with pytest.raises(UsageError, match="whole KV heads, of which `model` has 1"):
+            plan(gpus(24, 24), replace(LLAMA, name="model", kv_heads=1), Workload(2048), Limits(ranks=2))
+        with pytest.raises(DoesNotFit, match=r"GPU 0 .* needs .* and has 24\.0 GB"):
+            plan(gpus(24, 2), LLAMA, Workload(60_000), Limits(ranks=2, offload="none"))
+
+    def test_processes_and_what_each_has_whole_are_counted_in_ram(self) -> None:
+        one, two = (plan(gpus(24, 24), LLAMA, Workload(60_000), Limits(ranks=n, kv_device="cpu")) for n in (1, 2))
+        for term in ("embedding", "hidden states"):
+            assert held(two, term, -1) == 2 * held(one, term, -1) > 0
+        assert held(two, "reserve", -1) - held(one, "reserve", -1) == GB
