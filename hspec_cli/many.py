@@ -86,7 +86,8 @@ class Answers:
 
     def expect(self, number: int) -> None:
         """This line will be answered."""
-        self._due.append(number)
+        if self._ordered:
+            self._due.append(number)
 
     def put(self, number: int, made: dict[str, Any]) -> None:
         """Write the answer, or keep it until those before it are written."""
@@ -225,9 +226,10 @@ def _written(made: dict[str, Any]) -> str:
 
 
 def _summary(told: dict[str, Any]) -> str:
+    answers = f"{told['answered']:,} answer{'s' * (told['answered'] != 1)}"
     refused = f", {told['failed']:,} failed" * bool(told["failed"])
     rate = f"{told['tokens_per_second']:.1f} tokens/s with prompts read"
     return (
-        f"{told['answered']:,} answers{refused}: {told['generated_tokens']:,} tokens after prompts of "
+        f"{answers}{refused}: {told['generated_tokens']:,} tokens after prompts of "
         f"{told['prompt_tokens']:,} in {show.seconds(told['seconds'])} ({rate}), {told['stack']}"
     )

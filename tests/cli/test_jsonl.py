@@ -63,7 +63,7 @@ def alone(hspec: Hspec, model: Path, line: dict[str, Any], number: int, *argv: s
             words += [flags.get(name, "--" + name.replace("_", "-")), line[name]]
     for stop in line.get("stop", ()):
         words += ["--stop", stop]
-    return hspec("run", "-m", model, "--json", "-c", CONTEXT, "-n", 20, *argv, *words, line["prompt"]).document
+    return hspec("run", "-m", model, "--json", "-n", 20, *argv, *words, line["prompt"]).document
 
 
 @pytest.mark.parametrize(
