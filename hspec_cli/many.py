@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 import time
 from collections import deque
 from dataclasses import dataclass
@@ -28,6 +29,8 @@ def answer_lines(run: Run) -> int:
     """Answer every line of standard input and return the exit code: 0, or 1 where a line failed."""
     voice = Voice(run.quiet, run.verbose)
     lines = Lines()
+    if sys.stdin is not None and sys.stdin.isatty():
+        voice.line("type a JSON object a line, Ctrl-D ends them")
     calm_libraries(run)
     with only_the_answer() as output:
         run, found, engine = _load(run, voice)
@@ -43,7 +46,7 @@ def answer_lines(run: Run) -> int:
             output.write(_written({"summary": told | {"notes": voice.notes}}))
     voice.line(_summary(told))
     if run.stats and desk.began:
-        write(show.table(engine.report()))
+        write("of the last line:\n" * engine.parts.offloaded + show.table(engine.report()))
     return 1 if desk.failed else 0
 
 
@@ -83,7 +86,8 @@ class Answers:
 
     def expect(self, number: int) -> None:
         """This line will be answered."""
-        self._due.append(number)
+        if self._ordered:
+            self._due.append(number)
 
     def put(self, number: int, made: dict[str, Any]) -> None:
         """Write the answer, or keep it until those before it are written."""
@@ -114,7 +118,7 @@ class Desk:
 
     def __init__(self, run: Run, found: Found, lines: Lines, answers: Answers, voice: Voice) -> None:
         self.run, self.found, self.lines, self.answers, self.voice = run, found, lines, answers, voice
-        self.open: dict[int, Asked] = {}  # by number
+        self.asked: dict[int, Asked] = {}  # by number
         self.names: set[str] = set()
         self.began = False
         self.answered = self.failed = self.prompts = self.tokens = 0
@@ -162,12 +166,12 @@ class Desk:
         tokens, _, shortened = room(line.run, len(prompt), self.found.config.context, self.voice)
         drawn = sampling(line.run, target.generation, self.voice)
         stream = TextStream(target.tokenizer, line.run.stop or ())
-        self.open[number] = Asked(name, len(prompt), shortened, Spoken(stream))
+        self.asked[number] = Asked(name, len(prompt), shortened, Spoken(stream))
         self.began = True
         return Request(prompt, tokens, target.tokenizer.eos, drawn, number, key(name))
 
     def _emitted(self, event: Emitted, engine: Engine) -> None:
-        asked = self.open.get(event.sequence)
+        asked = self.asked.get(event.sequence)
         if asked is None:  # its stop string has come
             return
         asked.spoken.ids.extend(event.tokens)
@@ -177,7 +181,7 @@ class Desk:
             self._finish(event.sequence, "stop")
 
     def _finish(self, number: int, reason: str) -> None:
-        asked = self.open.pop(number, None)
+        asked = self.asked.pop(number, None)
         if asked is None:
             return
         spoken = asked.spoken
@@ -217,13 +221,15 @@ class Desk:
 
 
 def _written(made: dict[str, Any]) -> str:
-    return json.dumps(made, ensure_ascii=False, allow_nan=False) + "\n"
+    """A line of JSON; half a character that an id may hold stays escaped."""
+    return json.dumps(made, ensure_ascii=False, allow_nan=False).encode("utf-8", "backslashreplace").decode() + "\n"
 
 
 def _summary(told: dict[str, Any]) -> str:
+    answers = f"{told['answered']:,} answer{'s' * (told['answered'] != 1)}"
     refused = f", {told['failed']:,} failed" * bool(told["failed"])
     rate = f"{told['tokens_per_second']:.1f} tokens/s with prompts read"
     return (
-        f"{told['answered']:,} answers{refused}: {told['generated_tokens']:,} tokens after prompts of "
+        f"{answers}{refused}: {told['generated_tokens']:,} tokens after prompts of "
         f"{told['prompt_tokens']:,} in {show.seconds(told['seconds'])} ({rate}), {told['stack']}"
     )

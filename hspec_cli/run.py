@@ -44,7 +44,7 @@ def device_name(word: str) -> str:
 
 @dataclass(frozen=True)
 class Run(Command):
-    """Answer one prompt: PROMPT, text on standard input, or both."""
+    """Answer one prompt: PROMPT, text on standard input, or both; or many of them, with `--jsonl`."""
 
     prompt: Annotated[
         str | None,

@@ -63,7 +63,7 @@ def alone(hspec: Hspec, model: Path, line: dict[str, Any], number: int, *argv: s
             words += [flags.get(name, "--" + name.replace("_", "-")), line[name]]
     for stop in line.get("stop", ()):
         words += ["--stop", stop]
-    return hspec("run", "-m", model, "--json", "-c", CONTEXT, "-n", 20, *argv, *words, line["prompt"]).document
+    return hspec("run", "-m", model, "--json", "-n", 20, *argv, *words, line["prompt"]).document
 
 
 @pytest.mark.parametrize(
@@ -151,6 +151,8 @@ def test_a_bad_line_fails_alone(hspec: Hspec, model: Path) -> None:
         assert after["tokens"] == found[0]["tokens"]
     assert found[5 * 2 - 1]["id"] == "mine", "a line that fails has its id where that is known"
     assert found[1]["id"] == 2
+    (half,) = answers(hspec("run", "-m", model, "--jsonl", "-n", 1, stdin=lines({"id": "\ud800é", "prompt": "a"})))
+    assert half["id"] == "\ud800é"
     assert f"{len(BAD) + 1} answers, {len(BAD)} failed" in result.err
 
 
@@ -307,10 +309,8 @@ def test_interrupted(tmp_path: Path, endless: Path, busy: bool) -> None:
         run.stdin.write(lines(*asked[0 if busy else 1 :]))
         run.stdin.flush()
         first = json.loads(run.stdout.readline())
-        sent = time.monotonic()
         run.send_signal(signal.SIGINT)
         assert run.wait(20) == 130
-        assert time.monotonic() - sent < 3
         assert run.stdout.read() == b""
         err = run.stderr.read().decode()
     assert first["text"] == "abc"
