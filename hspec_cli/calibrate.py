@@ -94,7 +94,7 @@ class Calibrate(Command):
             found, seconds = work.done()
             kept, path = work.keep(found, seconds)
             shown.close()
-            output.write(kept if self.json else listing(found, work, seconds) + "\n")
+            output.write(kept if self.json else listing(found, work, seconds, output.terminal) + "\n")
         voice.line(f"kept in {path}; `hspec run -m {self.model} --method tidal` takes it up")
         return 0
 
@@ -221,13 +221,13 @@ def records(tokens: int, encode: Callable[[str], list[int]]) -> list[int]:
     return encode("".join(said))[:tokens]
 
 
-def listing(found: Found, work: Work, seconds: float) -> str:
-    """The best of what was tried, for people."""
+def listing(found: Found, work: Work, seconds: float, terminal: bool) -> str:
+    """The best of what was tried, for people; without escape codes where it is not for a terminal."""
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
-    console = Console(file=sys.stderr, highlight=False, markup=False, emoji=False)
+    console = Console(file=sys.stderr, force_terminal=terminal, highlight=False, markup=False, emoji=False)
     console.width = min(console.width, 100)
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
     table.add_column("layers that read all keys", no_wrap=True)

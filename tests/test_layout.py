@@ -92,7 +92,11 @@ def test_the_wheel_holds_nothing_else(tmp_path: Path, monkeypatch: pytest.Monkey
 
     monkeypatch.chdir(ROOT)
     with zipfile.ZipFile(tmp_path / build_wheel(str(tmp_path))) as wheel:
-        tops = {name.split("/")[0] for name in wheel.namelist()}
+        names = wheel.namelist()
+    tops = {name.split("/")[0] for name in names}
+    calibrations = list((PACKAGES["hspec_decoding"] / "calibrations").iterdir())
+    assert calibrations
+    assert {f"hspec_decoding/calibrations/{path.name}" for path in calibrations} <= set(names)
     assert all(name.startswith(("hspec_", "hspec-")) for name in tops), tops
     assert set(PACKAGES) <= tops
 

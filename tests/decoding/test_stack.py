@@ -80,7 +80,7 @@ def test_views_have_defaults() -> None:
         ("ngram > ", 9, "expected a level"),
         ("ngram target", 7, "expected `>`"),
         ("ngram > target(full", 20, "expected `)`"),
-        ("ngram > target()", 16, "one of full, streaming, retrieval, w=FORMAT, kv=FORMAT, width=N"),
+        ("ngram > target()", 16, "one of full, streaming, retrieval, tidal, "),
         ("ngram(full) > target", 7, "one of width=N"),
         ("draft(retrieval) > target", 7, "one of streaming, width=N"),
         ("target(retrieval:63) > target", 18, "a number from 64 to 16777216"),
