@@ -138,7 +138,8 @@ class Depths(nn.Module):
                 pairs = (*pairs, key, value)
                 states = heads.finish(u, states, attended(query, pairs, seen) if c.with_block else query)
                 logits = heads.logits(states, last, i)
-                loss = (logits.logsumexp(-1) - (law * logits).sum(-1)) * counts
+                mass = law.sum(-1, dtype=torch.float32)  # rounding leaves it near 1 only, and would move all logits
+                loss = (logits.logsumexp(-1) * mass - (law * logits).sum(-1)) * counts
                 return states, loss.sum(), logits.detach(), *pairs[-2:]
 
             law = laws[:, i:][:, :span]
