@@ -41,11 +41,11 @@ class Figures(NamedTuple):
 
 
 class Row(NamedTuple):
-    """What a depth gives: logits [b, T, Vd], the mean loss and what was counted for it."""
+    """What a depth gives."""
 
-    logits: Tensor
-    loss: Tensor  # sum
-    counted: Tensor
+    logits: Tensor  # [b, T, Vd]
+    loss: Tensor  # summed over the rows that count
+    counted: Tensor  # how many they are
 
 
 class Depths(nn.Module):
