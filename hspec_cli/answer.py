@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from hspec_cli import corrections, interrupt, show
 from hspec_cli.failures import INTERRUPTED
+from hspec_cli.launch import STORE
 from hspec_cli.output import only_the_answer
 from hspec_cli.prompt import read_prompt
 from hspec_cli.show import Spoken, Told
@@ -105,7 +106,7 @@ def _load(run: Run, text: str, voice: Voice, stage: Stage, ranks: Ranks | None) 
         limits=limits(run),
         ranks=ranks,
     )
-    if ranks and not (run.gpus or run.ranks or run.plan):
+    if ranks and STORE in os.environ and not (run.gpus or run.ranks or run.plan):
         voice.note(f"{ranks.size} ranks share the model: `--gpus 1` uses one GPU")
     if ranks and engine.device.startswith("cuda") and not ranks.captures:
         voice.note("ranks that share a GPU speak over gloo, which no CUDA graph takes: passes are launched one by one")
