@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from hspec_cli import corrections, interrupt, show
 from hspec_cli.failures import INTERRUPTED
+from hspec_cli.launch import STORE
 from hspec_cli.output import only_the_answer
 from hspec_cli.progress import Progress
 from hspec_cli.prompt import read_prompt
@@ -132,10 +133,10 @@ def load(
         sequences=sequences,
         ranks=ranks,
     )
-    if ranks and not (run.gpus or run.ranks or run.plan):
+    if ranks and STORE in os.environ and not (run.gpus or run.ranks or run.plan):
         voice.note(f"{ranks.size} ranks share the model: `--gpus 1` uses one GPU")
     if ranks and engine.device.startswith("cuda") and not ranks.captures:
-        voice.note("ranks that share a GPU speak over gloo, which no CUDA graph takes: passes are launched one by one")
+        voice.note("no CUDA graph takes what ranks exchange here: passes are launched one by one")
     voice.detail(
         f"{run.model} on {f'{ranks.size} × ' if ranks else ''}{engine.device} in {engine.dtype}: {engine.stack}"
     )
@@ -193,7 +194,7 @@ def _introduce(run: Run, job: Job, engine: Engine, stage: Stage) -> None:
     if run.dashboard or run.record:
         from hspec_cli.dashboard.expect import expected
 
-        stage.tell(expected(job.target.config, job.context, engine.device, engine.plan))
+        stage.tell(expected(engine.target.config, job.context, engine.device, engine.plan))
         stage.watch(engine.in_flight)
 
 

@@ -62,11 +62,19 @@ class Ranks:
         )
         self._store = store
         self._told = 0
+        self.captures = self.nccl and all(self.all(self._capture()))  # whether CUDA graphs take exchanges
 
-    @property
-    def captures(self) -> bool:
-        """Whether exchanges may be part of a CUDA graph."""
-        return self.nccl
+    def _capture(self) -> bool:
+        """Whether an exchange can be captured and replayed on this rank."""
+        part, graph = torch.ones(1, device=self.device), torch.cuda.CUDAGraph()
+        self.gather(part)
+        try:
+            with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+                whole = self.gather(part)
+            graph.replay()
+            return float(whole.sum()) == self.size
+        except (RuntimeError, LostRank):
+            return False
 
     def gather(self, part: Tensor) -> Tensor:
         """Every rank's part [...], in the order of ranks, [size, ...]."""
