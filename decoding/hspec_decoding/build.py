@@ -14,16 +14,18 @@ from hspec_decoding.device import Shape
 from hspec_decoding.graphs import Graphs
 from hspec_decoding.host_view import HostView, KVPlace
 from hspec_decoding.host_weights import SmallDecoder
-from hspec_decoding.levels import Level, ModelLevel, Target, Verified
+from hspec_decoding.levels import Level, ModelLevel, Verified
 from hspec_decoding.model import Decoder
 from hspec_decoding.ngram import NGram
 from hspec_decoding.sparse import CHUNK, SELECT, SINKS, SparseView, Streaming
 from hspec_decoding.options import CORRECT
 from hspec_decoding.stack import LONGEST, Spec, Stack, approximate
+from hspec_decoding.target import Target
 from hspec_decoding.tidal import PAYS, LastView, Tidal, TidalView
 from hspec_decoding.tidal_target import TidalTarget
 from hspec_decoding.tuner import Plan
-from hspec_decoding.views import FullView, InPlaceView, View, WindowView
+from hspec_decoding.views import FullView, InPlaceView, View
+from hspec_decoding.window import WindowView
 from hspec_kernels.attention import QuantizedKV
 from hspec_offload.host_kv import HostKV
 from hspec_profiles.errors import UsageError

@@ -15,7 +15,8 @@ from torch import Tensor
 
 from hspec_decoding.cache import KVStore
 from hspec_decoding.device import CPU_SHAPE, Shape
-from hspec_decoding.levels import Level, ModelLevel, Tally, Target, Verified
+from hspec_decoding.levels import Level, ModelLevel, Tally, Verified
+from hspec_decoding.target import Target
 from hspec_decoding.model import Decoder
 from hspec_decoding.ngram import NGram
 from hspec_decoding.rules import Chooser, Coupled, Draft, Rejection
