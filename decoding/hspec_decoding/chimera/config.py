@@ -40,7 +40,8 @@ class ChimeraConfig:
     rope_theta: float = 10_000.0
     norm_eps: float = 1e-5
     with_trigram: bool = True  # else the encoder sees the last token only
-    with_block: bool = True  # else states pass as they are, so that depths are independent heads, as Medusa's
+    with_tokens: bool = True  # else it sees none; without a block too, depths are independent heads, as Medusa's
+    with_block: bool = True
     with_residual: bool = True
 
     @classmethod
@@ -93,5 +94,5 @@ VARIANTS: Mapping[str, Callable[[ModelConfig], dict[str, Any]]] = {  # what is c
     "no-trigram": lambda target: {"with_trigram": False},  # noqa: ARG005
     "no-block": lambda target: {"with_block": False},  # noqa: ARG005
     "no-residual": lambda target: {"with_residual": False},  # noqa: ARG005
-    "medusa": lambda target: {"with_block": False, "with_trigram": False, "rank": target.hidden_size},
+    "medusa": lambda target: {"with_block": False, "with_tokens": False, "rank": target.hidden_size},
 }

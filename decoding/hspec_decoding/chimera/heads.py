@@ -62,6 +62,8 @@ class Heads(nn.Module):
         """The token side [..., hidden] of trigrams int64 [..., 3], newest last; at a text's start the first token
         stands for those that lack.
         """
+        if not self.config.with_tokens:
+            return torch.zeros(*tokens.shape[:-1], self.config.hidden, dtype=self.dtype, device=tokens.device)
         if not self.config.with_trigram:
             tokens = tokens[..., -1:].expand(tokens.shape)
         if self.tables is not None:
@@ -92,8 +94,12 @@ class Heads(nn.Module):
         cos, sin = (angle[..., None, :] for angle in rotation(self.inverse, 1.0, positions, stacked.dtype))
         return _rotated(query, cos, sin), _rotated(key, cos, sin), value
 
-    def finish(self, states: Tensor, attended: Tensor) -> Tensor:
-        """The rows' outputs [..., hidden], from their states and their attention [..., H, D]."""
+    def finish(self, u: Tensor, states: Tensor, attended: Tensor) -> Tensor:
+        """The rows' outputs [..., hidden], from their token sides, their states and their attention [..., H, D].
+
+        The token side is part of the residual stream: with it in attention alone a short training learns far less.
+        """
+        states = states + u
         if not self.config.with_block:
             return states
         states = states + self._multiplied(self.out, attended.flatten(-2))

@@ -41,8 +41,15 @@ class Wanted:
         return -(-self.tokens // (self.rows * self.length))
 
 
-def rows_for(config: ModelConfig, tokens: int, length: int, dtype: torch.dtype, device: torch.device) -> int:
-    """Rows of a shard: as many as are fast and fit beside the weights, no more than are wanted."""
+def rows_for(
+    directory: Path, config: ModelConfig, tokens: int, length: int, dtype: torch.dtype, device: torch.device
+) -> int:
+    """Rows of a shard: as many as are fast and fit beside the weights, no more than are wanted; those of the shards
+    that are there already, whatever is free now.
+    """
+    mark = directory / MARK
+    if mark.exists():
+        return int(json.loads(mark.read_text("utf-8"))["rows"])
     rows = min(MOST_ROWS[device.type], -(-tokens // length))
     if device.type != "cuda":
         return rows
@@ -77,6 +84,9 @@ def make(
             tell(number * each + step * wanted.rows, wanted.shards * each)
         tokens, own = sampler.result()
         replace(path, saved({"tokens": tokens, "own": own}))
+    if sampler is not None and target.device.type == "cuda":
+        del sampler  # with its graphs, whose memory is theirs alone until it is given back
+        torch.cuda.empty_cache()
     return Corpus.read(directory, wanted)
 
 

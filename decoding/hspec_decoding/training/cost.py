@@ -16,7 +16,7 @@ from hspec_profiles.memory import usable_ram
 MASTER = 16  # bytes of a trained weight: itself, its gradient and two moments in float32
 NF4 = 9 / 16  # bytes of a weight in 4 bits, scales among them
 MAKING, LEARNING = 0.25, 0.35  # share of the device's matrix rate that sampling and training reach
-BATCH = {"cuda": 16_384, "cpu": 512}  # tokens of a step
+BATCH = {"cuda": 8192, "cpu": 512}  # tokens of a step
 MOST_PARTS = 16
 
 

@@ -69,7 +69,7 @@ class Depths(nn.Module):
         """The loss of a step: by depth the mean cross-entropy to the target's law over the draft's vocabulary."""
         gaps = _gaps(len(batch.tokens), step).to(batch.tokens.device)
         total = torch.zeros((), device=batch.tokens.device)
-        for depth, row in enumerate(self._rows(batch, said, gaps, train=True)):
+        for depth, row in enumerate(self.rows(batch, said, gaps, train=True)):
             total = total + DECAY**depth * row.loss / row.counted.clamp(min=1)
         return total
 
@@ -82,7 +82,7 @@ class Depths(nn.Module):
         first = batch.own[:, 2 : 2 + span]
         product, hits = torch.ones_like(first, dtype=torch.int64), first
         chain = tree = torch.zeros_like(product)  # tokens kept of a draft
-        for depth, row in enumerate(self._rows(batch, said, gaps, train=False)):
+        for depth, row in enumerate(self.rows(batch, said, gaps, train=False)):
             true = batch.tokens[:, 2 + depth :][:, :span]
             own = batch.own[:, 2 + depth :][:, :span]
             drafted = self.heads.vocabulary[row.logits.argmax(-1)]
@@ -108,7 +108,7 @@ class Depths(nn.Module):
         """Rows of a text that every depth has a token for."""
         return batch.tokens.shape[1] - self.heads.config.depths - 1
 
-    def _rows(self, batch: Batch, said: Said, gaps: Tensor, *, train: bool) -> Iterator[Row]:
+    def rows(self, batch: Batch, said: Said, gaps: Tensor, *, train: bool) -> Iterator[Row]:
         """What each depth says, from the first. `gaps` [b]: tokens left out behind the sinks."""
         heads, c, span = self.heads, self.heads.config, self._span(batch)
         hidden = said.features[..., -c.hidden :]
@@ -133,10 +133,10 @@ class Depths(nn.Module):
                 trigrams: Tensor = trigrams,
                 counts: Tensor = counts,
             ) -> tuple[Tensor, ...]:
-                if c.with_block:
-                    query, key, value = heads.project(heads.encoded(trigrams), states, positions + i)
-                    pairs = (*pairs, key, value)
-                    states = heads.finish(states, attended(query, pairs, seen))
+                u = heads.encoded(trigrams)
+                query, key, value = heads.project(u, states, positions + i)
+                pairs = (*pairs, key, value)
+                states = heads.finish(u, states, attended(query, pairs, seen) if c.with_block else query)
                 logits = heads.logits(states, last, i)
                 loss = (logits.logsumexp(-1) - (law * logits).sum(-1)) * counts
                 return states, loss.sum(), logits.detach(), *pairs[-2:]

@@ -130,7 +130,7 @@ class Sampler:
         memory = Step(self.decoder.config, self.keys, self.values, self.at, extent)
         hidden = self.decoder.forward(self.tokens.index_select(1, self.at), memory)
         logits = self.decoder.logits(hidden[:, 0])
-        chosen = choose(logits, self.options, self.streams, self.at.expand(self.rows)).clamp(min=0)
+        chosen = choose(logits, self.options, self.streams, (self.at + 1).expand(self.rows)).clamp(min=0)
         written = self.tokens.index_select(1, self.at + 1)[:, 0]
         free = written == FREE
         decided = free

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -23,7 +23,7 @@ from hspec_decoding.training.depths import Depths
 from hspec_decoding.training.streaming import Streaming, draft_config
 from hspec_decoding.training.target import SmallTarget, checksum
 from hspec_decoding.training.texts import Turns
-from hspec_decoding.training.trainer import Course, Listener, Recipe, Trainer
+from hspec_decoding.training.trainer import Course, Listener, Recipe, Trainer, begun
 
 RATE, RATED = 1e-3, 576  # learning rate of a hidden size; it falls with the root of the size
 PASSES = 5  # over the corpus, where neither steps nor minutes are given
@@ -43,11 +43,13 @@ class Ask:
     bits: int = 16
 
     def recipe(self, hidden: int, cut: cost.Cost) -> Recipe:
-        """Steps that fit; where minutes are given, no more than the clock allows will be taken."""
-        step = cut.rows * cut.parts * self.length
+        """Steps that fit, or those of the training that was begun; where minutes are given, the clock ends it."""
+        known = begun(self.work)
+        rows, parts = (int(known.get("rows", cut.rows)), int(known.get("parts", cut.parts)))
+        step = rows * parts * self.length
         steps = self.steps or max(1, (1000 if self.seconds else PASSES) * self.tokens // step)
         rate = self.rate or RATE * (RATED / hidden) ** 0.5
-        return Recipe(steps, cut.rows, cut.parts, rate, self.seed, self.seconds)
+        return Recipe(steps, rows, parts, rate, self.seed, self.seconds)
 
 
 def load(checkpoint: Checkpoint, ask: Ask, dtype: torch.dtype, device: torch.device, vocabulary: int) -> Decoder:
@@ -68,7 +70,7 @@ def text_of(
     target: Decoder, tokenizer: Tokenizer, texts: Sequence[str], ask: Ask, tell: Callable[[int, int], None]
 ) -> Corpus:
     """The target's own text, as far as it is not there yet."""
-    rows = rows_for(target.config, ask.tokens, ask.length, target.dtype, target.device)
+    rows = rows_for(ask.work, target.config, ask.tokens, ask.length, target.dtype, target.device)
     joined = hashlib.sha256("\0".join(texts).encode("utf-8", "replace")).hexdigest()[:16]
     wanted = Wanted(checksum(target), ask.tokens, rows, ask.length, ask.seed, joined)
     excerpts = [tokenizer.encode(text) for text in texts]
@@ -103,12 +105,10 @@ def chimera_student(config: ChimeraConfig) -> cost.Student:
 def streaming_student(target: ModelConfig, layers: int) -> cost.Student:
     """A draft model in numbers."""
     made = ModelConfig.from_dict(draft_config(target, layers))
-    inside = sum(partial(torch.Size.numel)(torch.Size(s)) for n, s in made.tensors().items() if ".layers." in n)
-    logits = SCORED_SHARE * target.vocab_size
-    return cost.Student(inside, inside + 2 * target.hidden_size * target.vocab_size, int(logits), target.heads)
-
-
-SCORED_SHARE = 0.5  # of a step's rows, those whose logits are in memory at a time
+    inside = sum(math.prod(s) for n, s in made.tensors().items() if ".layers." in n)
+    return cost.Student(
+        inside, inside + 2 * target.hidden_size * target.vocab_size, target.vocab_size // 2, target.heads
+    )
 
 
 def train(

@@ -51,7 +51,7 @@ class Recipe:
     rate: float
     seed: int
     seconds: float | None = None  # the schedule then follows the clock
-    measure: int = 200  # steps between two looks at the held-out rows
+    measure: float = 30.0  # seconds between two looks at the held-out rows
     held: int = 64  # rows of them, at most
     save: float = 60.0  # seconds between two states
 
@@ -113,7 +113,7 @@ class Trainer:
 
     def run(self, listener: Listener) -> Course:
         """Train to the end. A KeyboardInterrupt saves and goes on its way."""
-        saved = time.monotonic()
+        saved = looked = time.monotonic()
         try:
             if not self.course.measured:
                 self._measure(listener)
@@ -122,8 +122,9 @@ class Trainer:
                 self._step()
                 self.course.seconds += time.monotonic() - started
                 listener.stepped(self.course, self.recipe)
-                if self.course.step % self.recipe.measure == 0 or self.done:
+                if self.done or time.monotonic() - looked > self.recipe.measure:
                     self._measure(listener)
+                    looked = time.monotonic()
                 if time.monotonic() - saved > self.recipe.save:
                     self.save()
                     saved = time.monotonic()
@@ -206,6 +207,12 @@ class Trainer:
         self.accelerator.load_state(str(self.directory / known["state"]))
         course = known["course"]
         self.course = Course(**{**course, "measured": [Measured(**one) for one in course["measured"]]})
+
+
+def begun(directory: Path) -> dict[str, Any]:
+    """What a training that was begun in a directory must keep to; nothing where there is none."""
+    mark = directory / MARK
+    return dict(json.loads(mark.read_text("utf-8"))["recipe"]) if mark.exists() else {}
 
 
 def schedule(share: float) -> float:

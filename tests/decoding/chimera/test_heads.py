@@ -75,7 +75,7 @@ def test_rows_have_their_shapes(target: Decoder) -> None:
     query, key, value = parts.project(u, f, torch.arange(5).expand(2, 5))
     assert query.shape == (2, 5, 4, 16)
     assert key.shape == value.shape == (2, 5, 2, 16)
-    g = parts.finish(f, query)
+    g = parts.finish(u, f, query)
     logits = parts.logits(g, torch.randn(2, 5, d), 3)
     assert g.shape == (2, 5, d)
     assert logits.shape == (2, 5, DRAFTED)
@@ -116,10 +116,11 @@ def test_every_token_of_the_trigram_counts_unless_it_is_off(target: Decoder) -> 
 
 def test_parts_that_are_off_do_nothing(target: Decoder) -> None:
     d = target.config.hidden_size
-    states, attended, last = torch.randn(3, d), torch.randn(3, 4, 16), torch.randn(3, d)
+    states, attended, last, u = torch.randn(3, d), torch.randn(3, 4, 16), torch.randn(3, d), torch.randn(3, d)
     whole, bare = made(target), made(target, with_block=False, with_residual=False)
-    assert not torch.equal(whole.finish(states, attended), states)
-    assert torch.equal(bare.finish(states, attended), states)
+    assert not torch.equal(whole.finish(u, states, attended), whole.finish(u, states, -attended))
+    assert torch.equal(bare.finish(u, states, attended), states + u)
+    assert not made(target, with_tokens=False).encoded(torch.randint(320, (3, 3))).any()
     assert torch.equal(bare.logits(states, last, 0), bare.logits(states, -last, 2))
     assert not torch.equal(whole.logits(states, last, 0), whole.logits(states, last, 1))
     assert not torch.equal(whole.logits(states, last, 0), whole.logits(states, -last, 0))
