@@ -27,6 +27,11 @@ class Draft:
     ahead: Ahead | None = None
     tree: Tree | None = None
 
+    @property
+    def rows(self) -> int:
+        """Rows of a pass that checks it, without the root's."""
+        return len(self.tree.tokens if self.tree else self.tokens)
+
     def wait(self) -> None:
         """Have the tokens themselves."""
         if self.ahead:

@@ -83,6 +83,9 @@ class Target(ModelLevel):
         return pointers(self._caches)
 
     def _block(self, texts: Sequence[Text], drafts: Sequence[Draft], clock: Clock) -> _Block:
+        for text, draft in zip(texts, drafts, strict=True):
+            if draft.ahead and draft.ahead.masks is not None and len(self.view.missing(text)) > 1:
+                draft.wait()  # its masks are of a root in row 0
         block = super()._block(texts, drafts, clock)
         if not any(draft.tree for draft in drafts):
             return block

@@ -57,8 +57,8 @@ class Tree:
         return next((token for parent, token in self._edges if parent == row and token >= 0), None)
 
     def cut(self, depth: int) -> Tree:
-        """The nodes at most so deep."""
-        kept = [row for row, at in enumerate(self.depths) if at <= depth]
+        """The nodes at most so deep, but those that hold no token."""
+        kept = [row for row, at in enumerate(self.depths) if at <= depth and (not row or self.tokens[row - 1] >= 0)]
         places = {row: n for n, row in enumerate(kept)}
         return Tree([self.tokens[row - 1] for row in kept[1:]], [places[self.parents[row - 1]] for row in kept[1:]])
 
