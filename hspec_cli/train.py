@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import sys
 import time
 from abc import abstractmethod
 from dataclasses import dataclass, field
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
     from hspec_decoding.training.trainer import Course, Recipe
 
 WORK = "work"  # text and states, in the output's directory
-CURVE = "▁▂▃▄▅▆▇█"
+CURVE, PLAIN = "▁▂▃▄▅▆▇█", "_.-:=+*#"
 CELLS = 40
 
 CHIMERA_EXAMPLES = """\
@@ -324,7 +325,17 @@ def curve(values: list[float], cells: int = CELLS) -> str:
     means = [sum(values[a:b]) / (b - a) for a, b in pairwise(cut)]
     low, high = min(means, default=0.0), max(means, default=0.0)
     span = (high - low) or 1.0
-    return "".join(CURVE[round((value - low) / span * (len(CURVE) - 1))] for value in means)
+    signs = PLAIN if sys.stderr is None or _lacks(CURVE, sys.stderr.encoding) else CURVE
+    return "".join(signs[round((value - low) / span * (len(signs) - 1))] for value in means)
+
+
+def _lacks(text: str, encoding: str | None) -> bool:
+    """Whether an encoding cannot write a text."""
+    try:
+        text.encode(encoding or "ascii")
+    except UnicodeEncodeError:
+        return True
+    return False
 
 
 def _read(path: Path) -> str:

@@ -164,8 +164,11 @@ def test_text_of_other_settings_is_not_taken_up(
     assert "holds text that was made with other settings: seed" in err
 
 
-def test_a_curve_has_a_cell_for_each_part() -> None:
+def test_a_curve_has_a_cell_for_each_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.stderr", io.TextIOWrapper(io.BytesIO(), encoding="utf-8"))
     assert curve([]) == ""
     assert curve([2.0]) == "▁"
     assert curve([float(n) for n in range(8)]) == "▁▂▃▄▅▆▇█"
     assert len(curve([1.0] * 1000)) == 40
+    monkeypatch.setattr("sys.stderr", io.TextIOWrapper(io.BytesIO(), encoding="ascii"))
+    assert curve([float(n) for n in range(8)]) == "_.-:=+*#"

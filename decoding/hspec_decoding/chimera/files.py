@@ -28,10 +28,8 @@ def made(config: ChimeraConfig, vocabulary: Tensor, target: Decoder) -> Heads:
     ids = vocabulary.to(target.device)
     head = target.head
     rows = head[ids] if isinstance(head, Tensor) else head.dequantized(target.dtype)[ids]
-    heads = Heads(config, ids, target.embedding, rows.detach()).to(target.device)
-    with torch.no_grad():  # the scale that the target's own head is used to
-        heads.head_norm.fill_(float(target.norm.float().square().mean().sqrt()))
-    return heads
+    scale = float(target.norm.float().square().mean().sqrt())
+    return Heads(config, ids, target.embedding, rows, scale).to(target.device)
 
 
 def save(directory: Path, heads: Heads) -> None:

@@ -12,6 +12,7 @@ from hspec_decoding.chimera.config import ChimeraConfig
 from hspec_decoding.rope import rotation
 
 FOLDED = 256_000_000  # bytes that the encoder's tables may take
+QUIET = 0.5  # scale of the first logits, of the target's: sure of nothing, a draft learns faster
 
 
 class Heads(nn.Module):
@@ -23,13 +24,15 @@ class Heads(nn.Module):
 
     vocabulary: Tensor
 
-    def __init__(self, config: ChimeraConfig, vocabulary: Tensor, embedding: Tensor, rows: Tensor) -> None:
+    def __init__(
+        self, config: ChimeraConfig, vocabulary: Tensor, embedding: Tensor, rows: Tensor, scale: float = 1.0
+    ) -> None:
         """`vocabulary` int64 [Vd]: token ids by draft id. The target's `embedding` [V, hidden] and `rows` [Vd, hidden]
-        of its head are referenced; neither trained nor stored.
+        of its head, which is used to states of the root mean square `scale`, are referenced; neither trained nor stored.
         """
         super().__init__()
         c, d = config, config.hidden
-        self.config, self.embedding, self.rows = config, embedding, rows
+        self.config, self.embedding, self.rows, self.scale = config, embedding, rows, scale
         self.tables: Tensor | None = None
         self.register_buffer("vocabulary", vocabulary)
         self.fuse = _linear(3 * d, d)
@@ -45,7 +48,8 @@ class Heads(nn.Module):
         self.adapter = _linear(d, d)
         self.residual_in = nn.Parameter(torch.randn(c.depths, c.rank, d) / math.sqrt(d))
         self.residual_out = nn.Parameter(torch.zeros(c.depths, d, c.rank))
-        with torch.no_grad():  # at first a row says what the target said of the token before
+        with torch.no_grad():  # at first a row says what the target said of the token before, and is not sure of it
+            self.head_norm.fill_(QUIET)
             self.fuse.weight.mul_(0.1)[:, 2 * d :].add_(torch.eye(d))
             self.adapter.weight.mul_(0.1).add_(torch.eye(d))
         exponents = torch.arange(0, c.head_dim, 2, dtype=torch.float32) / c.head_dim
@@ -112,7 +116,7 @@ class Heads(nn.Module):
         `last` [..., hidden]: the target's final hidden state of the newest verified token. Depths beyond those that
         were trained have the last one's residual head.
         """
-        hidden = self._normed(self._multiplied(self.adapter, g), self.head_norm)
+        hidden = self._normed(self._multiplied(self.adapter, g), self.head_norm * self.scale)
         if self.config.with_residual:
             depth = min(depth, self.config.depths - 1)
             inner = F.silu(F.linear(self._normed(last), self.residual_in[depth].to(hidden.dtype)))

@@ -25,7 +25,7 @@ from hspec_decoding.training.target import SmallTarget, checksum
 from hspec_decoding.training.texts import Turns
 from hspec_decoding.training.trainer import Course, Listener, Recipe, Trainer, begun
 
-RATE, RATED = 1e-3, 576  # learning rate of a hidden size; it falls with the root of the size
+RATE, RATED = 8e-4, 576  # learning rate of a hidden size; as that grows, one step of Adam moves a sum by more
 PASSES = 5  # over the corpus, where neither steps nor minutes are given
 
 
@@ -48,7 +48,7 @@ class Ask:
         rows, parts = (int(known.get("rows", cut.rows)), int(known.get("parts", cut.parts)))
         step = rows * parts * self.length
         steps = self.steps or max(1, (1000 if self.seconds else PASSES) * self.tokens // step)
-        rate = self.rate or RATE * (RATED / hidden) ** 0.5
+        rate = self.rate or RATE * RATED / hidden
         return Recipe(steps, rows, parts, rate, self.seed, self.seconds)
 
 

@@ -89,7 +89,7 @@ class Streaming(nn.Module):
         loss, ranks, likely = torch.zeros(1, device=own.device), [], []
         for mine, theirs, counts, true, top in self._parts(batch, said):
             loss = loss + self._loss(mine, theirs, counts)
-            logits = F.linear(mine, self.head).float()
+            logits = self._logits(mine)
             ranks.append((logits > logits.gather(-1, true[:, None])).sum(-1) + 1)
             likely.append((logits.argmax(-1) == top) & counts)
         rank = torch.cat(ranks).view(own.shape)
@@ -103,13 +103,14 @@ class Streaming(nn.Module):
             tree = tree + ((product <= PATHS) & theirs_own & (tree == depth))
         total = own.sum()[None].float()
         by_step = (((kept + 1) * first).sum()[None].float() for kept in (chain, tree))
-        chain_sum, tree_sum = by_step
         agreed = torch.cat(likely).sum()[None].float()
-        return Figures(loss, total, agreed, total, chain_sum, tree_sum, first.sum()[None].float())
+        return Figures._make((loss, total, agreed, total, *by_step, first.sum()[None].float()))
 
     def _parts(self, batch: Batch, said: Said) -> Iterator[tuple[Tensor, ...]]:
         """Few rows at a time: own and the target's hidden states, whether they count, the next token, the likeliest."""
-        hidden = self.trunk(inputs_embeds=F.embedding(batch.tokens, self.embedding), use_cache=False).last_hidden_state
+        hidden = self.trunk(
+            inputs_embeds=F.embedding(batch.tokens, self.embedding).float(), use_cache=False
+        ).last_hidden_state
         theirs = said.features[..., -hidden.shape[-1] :]
         rows = (hidden[:, :-1], theirs[:, :-1], batch.own[:, 1:], batch.tokens[:, 1:], said.likeliest[:, :-1])
         yield from zip(*(torch.split(part.flatten(0, 1), SCORED) for part in rows), strict=True)
@@ -117,9 +118,12 @@ class Streaming(nn.Module):
     def _loss(self, mine: Tensor, theirs: Tensor, counts: Tensor) -> Tensor:
         with torch.no_grad():
             law = F.linear(theirs, self.head).float().softmax(-1)
-        logits = F.linear(mine.to(self.head.dtype), self.head).float()
+        logits = self._logits(mine)
         found: Tensor = ((logits.logsumexp(-1) - (law * logits).sum(-1)) * counts).sum()
         return found
+
+    def _logits(self, mine: Tensor) -> Tensor:
+        return F.linear(mine.to(self.head.dtype), self.head).float()
 
     def save(self, directory: Path, tokenizer: Path) -> None:
         """Write a model directory that `--draft-model` takes, with the tokenizer's files of the target's directory."""

@@ -18,9 +18,11 @@ TEMPERATURES = (1.0, 0.7, 0.0, 1.0, 0.7, 0.0, 1.0, 0.7, 0.0, 1.0)  # by row: 40 
 @dataclass(frozen=True)
 class Turns:
     """Tokens around the turns of a chat: `opening` before the first question; what comes after the token that ends a
-    question, and after the one that ends an answer. Without a chat template only `opening` may hold a token.
+    question, and after the one that ends an answer. `start` is what a text begins with, perhaps nothing; without a chat
+    template it is all there is.
     """
 
+    start: tuple[int, ...]
     opening: tuple[int, ...]
     to_answer: tuple[int, ...]
     to_question: tuple[int, ...]
@@ -30,13 +32,14 @@ class Turns:
     @classmethod
     def of(cls, tokenizer: Tokenizer) -> Turns:
         """Read from what the chat template puts around two different questions."""
+        start = tuple(tokenizer.encode(""))
         if not tokenizer.has_chat:
-            start = tuple(tokenizer.encode(""))
-            return cls(start, (), start, frozenset(), tokenizer.eos)
+            return cls(start, start, (), start, frozenset(), tokenizer.eos)
         one, other = tokenizer.chat("a"), tokenizer.chat("Zebra 7")
         opening, ending = _common(one, other), _common(one[::-1], other[::-1])[::-1]
         turn = next((n for n in reversed(range(len(opening))) if opening[n] in tokenizer.eos | {*ending[:1]}), -1)
         return cls(
+            start=start,
             opening=tuple(opening),
             to_answer=tuple(ending[1:]),
             to_question=tuple(opening[turn + 1 :]),
@@ -72,10 +75,9 @@ def prompts(turns: Turns, texts: Sequence[Sequence[int]], rows: int, length: int
     chat = bool(turns.to_answer)
     made = []
     for row in range(rows):
-        kind, start = dealt.random(), list(turns.opening)
+        kind = dealt.random()
         plain = not chat or kind < PLAIN
-        if plain and chat:
-            start = start[:1]  # what a text begins with
+        start = list(turns.start if plain else turns.opening)
         if usable and (plain or kind < PLAIN + QUOTED):
             text = dealt.choice(usable)
             most = min(LONGEST, length // 2, len(text) - 1)

@@ -22,7 +22,7 @@ from hspec_decoding.training.target import Said, said
 from hspec_profiles.errors import HspecError
 
 MARK = "training.json"
-WARM, LEAST = 0.04, 0.05  # share of the steps in which the rate rises, and of the rate that is left at the end
+WARM, LEAST = 0.06, 0.05  # share of the steps in which the rate rises, and of the rate that is left at the end
 BETAS, CLIP = (0.9, 0.95), 0.5
 
 

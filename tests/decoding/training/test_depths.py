@@ -234,3 +234,16 @@ def test_what_the_target_says_is_what_it_says_while_decoding(target: Decoder) ->
     decoded = tiny_engine.scores(target, text.tokens[0].tolist(), [5, 3])
     torch.testing.assert_close(F.linear(heard.features[0], target.head), decoded, rtol=1e-4, atol=1e-4)  # type: ignore[arg-type]
     assert torch.equal(heard.likeliest[0], decoded.argmax(-1))
+
+
+def test_bfloat16_products_keep_float32_gradients(target: Decoder) -> None:
+    """As on a GPU: products in 16 bits, weights and their gradients in 32."""
+    made, text = student(target), batch()
+    heard = said(target, text.tokens, made.entering)
+    whole = made(text, heard, 0)
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = made(text, heard, 0)
+    loss.backward()
+    assert loss.dtype == torch.float32
+    assert float(loss.detach()) == pytest.approx(float(whole.detach()), rel=0.05)
+    assert {parameter.grad.dtype for parameter in made.parameters()} == {torch.float32}  # type: ignore[union-attr]

@@ -21,8 +21,8 @@ from hspec_decoding.training.target import checksum
 from hspec_decoding.training.texts import TEMPERATURES, Prompt, Turns, prompts
 from hspec_profiles.errors import HspecError
 
-PLAIN = Turns((2,), (), (2,), frozenset(), frozenset())
-CHAT = Turns((2, 3), (5, 6), (7,), frozenset({8, 9}), frozenset({9}))
+PLAIN = Turns((2,), (2,), (), (2,), frozenset(), frozenset())
+CHAT = Turns((2,), (2, 3), (5, 6), (7,), frozenset({8, 9}), frozenset({9}))
 
 
 def made(
@@ -89,7 +89,7 @@ def test_turns_are_read_from_the_chat_template(tmp_path: Path) -> None:
     assert turns.ends_question == turns.ends_answer == {3}
     tiny.tokenizer(tmp_path, template=None)
     without = Turns.of(Tokenizer.load(tmp_path))
-    assert without == Turns((0,), (), (0,), frozenset(), frozenset({1}))
+    assert without == Turns((0,), (0,), (), (0,), frozenset(), frozenset({1}))
 
 
 def test_prompts_are_of_all_kinds_and_repeat_by_their_seed() -> None:

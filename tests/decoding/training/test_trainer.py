@@ -14,16 +14,16 @@ from hspec_decoding.checkpoints.checkpoint import Checkpoint
 from hspec_decoding.chimera import files
 from hspec_decoding.chimera.config import ChimeraConfig
 from hspec_decoding.model import Decoder
-from hspec_decoding.training.corpus import Corpus
+from hspec_decoding.training.corpus import Batch, Corpus
 from hspec_decoding.training.depths import Depths
 from hspec_decoding.training.sampler import Sampler
 from hspec_decoding.training.session import depths, streaming
-from hspec_decoding.training.target import checksum
+from hspec_decoding.training.target import checksum, said
 from hspec_decoding.training.texts import Prompt, Turns
 from hspec_decoding.training.trainer import LEAST, Course, Recipe, Trainer, schedule
 from hspec_profiles.errors import HspecError
 
-TURNS = Turns((2,), (), (2,), frozenset(), frozenset())
+TURNS = Turns((2,), (2,), (), (2,), frozenset(), frozenset())
 
 
 SIZE = 48  # of the vocabulary
@@ -203,3 +203,19 @@ def test_heads_that_were_trained_come_back(corpus: Corpus, tmp_path: Path) -> No
     again = files.load(tmp_path, target())
     assert 2 in again.vocabulary.tolist()
     assert torch.equal(again.vocabulary, made.heads.vocabulary)
+
+
+def test_a_streaming_draft_of_a_target_in_16_bits() -> None:
+    """Its own weights stay in float32, with and without products in 16 bits."""
+    shape = tiny_engine.config(vocab_size=SIZE)
+    small = tiny_engine.decoder(shape, tiny_engine.weights(shape), torch.bfloat16)
+    made, tokens = streaming(small, 1, seed=0), torch.randint(SIZE, (2, 20))
+    batch = Batch(tokens, torch.ones_like(tokens, dtype=torch.bool))
+    heard = said(small, tokens, made.entering)
+    whole = made(batch, heard, 0)
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = made(batch, heard, 0)
+    loss.backward()
+    assert float(loss.detach()) == pytest.approx(float(whole.detach()), rel=0.02)
+    assert {parameter.grad.dtype for parameter in made.parameters()} == {torch.float32}
+    assert float(made.figures(batch, heard).loss) > 0
