@@ -85,6 +85,8 @@ def _load(run: Run, text: str, voice: Voice, stage: Stage) -> tuple[Job, Engine]
         exact=run.exact,
         budget=run.budget,
         gamma=run.gamma,
+        heads=run.heads,
+        tree=run.tree,
         dtype=run.dtype,
         device=run.device,
     )

@@ -41,6 +41,11 @@ def device_name(word: str) -> str:
     return word
 
 
+def nodes(word: str) -> int:
+    """A parser of tree sizes; off is none."""
+    return 0 if word == "off" else whole("--tree", 1, 63)(word)
+
+
 @dataclass(frozen=True)
 class Run(Command):
     """Answer one prompt: PROMPT, text on standard input, or both."""
@@ -123,7 +128,8 @@ class Run(Command):
             "--method",
             parser=choice("--method", tuple(METHODS)),
             metavar="METHOD",
-            help="auto (what measures fastest: TriForce, its variants, plain decoding), triforce or autoregressive.",
+            help="auto (what measures fastest: TriForce, its variants, plain decoding), triforce, chimera (trained "
+            "heads: `hspec train chimera`) or autoregressive.",
         ),
     ] = "auto"
     levels: Annotated[
@@ -170,6 +176,19 @@ class Run(Command):
         int | None,
         level_option(
             "--budget", parser=whole("--budget", 1), metavar="TOKENS", help="Tokens the retrieval cache may hold."
+        ),
+    ] = None
+    heads: Annotated[
+        str | None,
+        level_option("--heads", metavar="DIR", help="Chimera's heads. Default: those kept or shipped for the model."),
+    ] = None
+    tree: Annotated[
+        int | None,
+        level_option(
+            "--tree",
+            parser=nodes,
+            metavar="NODES",
+            help="Nodes of Chimera's trees, 1 to 63, or off for chains. Default: adapted while it runs.",
         ),
     ] = None
     gamma: Annotated[
@@ -256,8 +275,15 @@ class Run(Command):
     def uses_draft(self) -> bool:
         """Whether a draft model, where there is one, has a part in the levels."""
         if self.levels is None:
-            return self.method != "autoregressive"
+            return self.method not in ("autoregressive", "chimera")
         return any(level.name == "draft" for level in parse_levels(self.levels))
+
+    @property
+    def uses_chimera(self) -> bool:
+        """Whether the levels begin with Chimera's heads."""
+        if self.levels is None:
+            return self.method == "chimera"
+        return parse_levels(self.levels)[0].name == "chimera"
 
     def _check(self) -> None:
         """Raise UsageError for words that contradict each other, before anything is read."""
@@ -265,6 +291,13 @@ class Run(Command):
             parse_levels(self.levels)
         if self.levels is not None and self.method != "auto":
             raise UsageError("`--levels` and `--method` both name the level stack", "give one of them")
+        if self.uses_chimera and (self.offload or self.plan):
+            raise UsageError("no plan is made for `chimera` levels", "run without `--offload` and `--plan`")
+        if not self.uses_chimera and (self.heads is not None or self.tree is not None):
+            flag = "--heads" if self.heads is not None else "--tree"
+            raise UsageError(f"`{flag}` is for `chimera` levels and there are none", "add `--method chimera`")
+        if self.tree and self.rule == "rejection":
+            raise UsageError("trees need the coupled rule", "`--tree off` proposes chains under `--rule rejection`")
         if self.raw and self.system is not None:
             raise UsageError("`--system` needs the chat template that `--raw` turns off", "drop one of them")
         if self.quiet and self.dashboard:

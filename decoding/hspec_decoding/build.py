@@ -20,8 +20,8 @@ from hspec_decoding.host_weights import SmallDecoder
 from hspec_decoding.levels import Level, ModelLevel, Verified
 from hspec_decoding.model import Decoder
 from hspec_decoding.ngram import NGram
-from hspec_decoding.sparse import CHUNK, SELECT, SINKS, SparseView, Streaming
 from hspec_decoding.options import CORRECT
+from hspec_decoding.sparse import CHUNK, SELECT, SINKS, SparseView, Streaming
 from hspec_decoding.stack import LONGEST, Spec, Stack, approximate
 from hspec_decoding.target import Target
 from hspec_decoding.tidal import PAYS, LastView, Tidal, TidalView

@@ -110,7 +110,7 @@ class Engine:
             kv = kv_place(plan, ring)
         parts = Parts(large, small, kv=kv)
         if any(spec.name == "chimera" for stack in stacks for spec in stack):
-            parts.heads = load_heads(Path(settings.heads) if settings.heads else None, large)
+            parts.heads = load_heads(Path(settings.heads).expanduser() if settings.heads else None, large)
         engine = cls(large, small, stacks, settings, context, parts)
         engine.notes, engine.plan = notes, plan
         return engine
@@ -278,7 +278,9 @@ class Engine:
         """Count as cached what an earlier request left of the same beginning: whole chunks of its prompt, so that
         what is computed anew is computed in the same shapes; and never the last one, which selections look at.
         """
-        known = [] if self.parts.kv or self.last.notes else self.parts.prompts.pop(text.slot, [])  # in host memory: not read again
+        known = self.parts.prompts.pop(text.slot, [])
+        if self.parts.kv or self.last.notes:  # what is in host memory is not read again; notes are taken of all tokens
+            known = []
         same = next((i for i, (a, b) in enumerate(zip(known, text.tokens, strict=False)) if a != b), len(known))
         kept = max(0, min(same, len(known) - 1, len(text) - 2) // chunk * chunk)
         self.last.view.fed(text, text.tokens[:kept])

@@ -20,7 +20,6 @@ from hspec_decoding.model import Decoder
 from hspec_decoding.rules import Chooser, Coupled, Draft
 from hspec_decoding.sampling import Sampling, choose
 from hspec_decoding.sequence import Text, speculating
-from hspec_decoding.stack import LONGEST
 from hspec_decoding.views import FullView, Pass, View
 from hspec_kernels.attention import PACKED
 
@@ -112,7 +111,8 @@ class _Block:
         """The positions that the rows wanted of a text choose the tokens of."""
         text, span = self.texts[b], self.spans[b]
         behind = self.memory.behind.expand(len(self.texts), -1)[b, span]
-        return (behind + len(text) - span.start).tolist()
+        positions: list[int] = (behind + len(text) - span.start).tolist()
+        return positions
 
     def noise(self, sampling: Sampling) -> Noise:
         """What randomness the rows are drawn with, by the options of the batch where a text has none."""
@@ -178,9 +178,7 @@ class ModelLevel:
             else:
                 logits = self._score(self._forward(block.padded, block.memory, ahead), block.spans)
                 chosen = [
-                    choose(
-                        rows, text.sampling or sampling, [text.key] * len(rows), block.after(b)
-                    )
+                    choose(rows, text.sampling or sampling, [text.key] * len(rows), block.after(b))
                     for b, (text, rows) in enumerate(zip(block.texts, logits, strict=True))
                 ]
                 if ahead:

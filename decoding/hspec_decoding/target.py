@@ -69,8 +69,10 @@ class Target(ModelLevel):
         """Move the keys and values of the rows of each path behind those of its root, the text's last token."""
         longest = max(map(len, paths))
         if any(path != list(range(1, len(path) + 1)) for path in paths):
-            moves = [[text.slot, len(text), *([row - 1 for row in path] + list(range(len(path), longest)))]
-                     for text, path in zip(texts, paths, strict=True)]
+            moves = [
+                [text.slot, len(text), *([row - 1 for row in path] + list(range(len(path), longest)))]
+                for text, path in zip(texts, paths, strict=True)
+            ]
             slots, first, *source = torch.tensor(moves).T.to(self.decoder.device, non_blocking=True)
             compact(self._caches, self._where, slots, first, torch.stack(source, 1))
 

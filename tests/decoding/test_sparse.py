@@ -16,12 +16,12 @@ from hspec_decoding.cache import KVStore
 from hspec_decoding.config import ModelConfig
 from hspec_decoding.device import CPU_SHAPE
 from hspec_decoding.levels import ModelLevel
-from hspec_decoding.target import Target
 from hspec_decoding.model import Decoder
 from hspec_decoding.rules import Draft
 from hspec_decoding.sequence import Text
 from hspec_decoding.sparse import CHUNK, SELECT, SINKS, ChunkMeans, Paper, Rule, SparseView, Streaming, VerifyFed
 from hspec_decoding.stack import LONGEST
+from hspec_decoding.target import Target
 from hspec_decoding.views import FullView, Verified
 
 TAIL = 3 * LONGEST  # what a stack leaves room for

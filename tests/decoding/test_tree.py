@@ -109,11 +109,12 @@ def test_rows_see_their_branch(tree: Tree, root: int, more: int) -> None:
     for row, (own, chain) in enumerate(zip(*masks, strict=True)):
         sees = {n for n in range(rows) if own >> n & 1}
         assert {n for n in range(rows) if chain >> n & 1} == set(range(row + 1))
-        inside = row - root if root <= row <= root + len(tree.tokens) else 0
-        above = {n for n in range(len(tree.tokens) + 1) if tree.masks[inside] >> n & 1}
-        assert sees == (set(range(root)) | {root + n for n in above} if row >= root else set()) | set(range(row + 1)) & (
-            set(range(row + 1)) if row < root else {row}
-        )
+        if row < root:
+            assert sees == set(range(row + 1))
+        else:
+            inside = row - root if row - root <= len(tree.tokens) else 0
+            branch = {root + n for n in range(len(tree.tokens) + 1) if tree.masks[inside] >> n & 1}
+            assert sees == {*range(root), *branch, row}
 
 
 # checked by the target
@@ -133,7 +134,7 @@ class Guess:
     def forget(self, slot: int) -> None:
         pass
 
-    def propose(self, texts: Sequence[Text], limits: Sequence[int], widths: Sequence[int], by: Chooser) -> list[Draft]:
+    def propose(self, texts: Sequence[Text], limits: Sequence[int], _: Sequence[int], __: Chooser) -> list[Draft]:
         return [self._draft(text, limit) for text, limit in zip(texts, limits, strict=True)]
 
     def _draft(self, text: Text, limit: int) -> Draft:

@@ -45,7 +45,7 @@ class Shape:
     @classmethod
     def tree(cls, nodes: int, depth: int) -> Shape:
         """A tree of at most so many nodes, a quarter of them for what followed in the text before."""
-        branches = 0 if nodes < 4 else 1 if nodes < 12 else 2
+        branches = 0 if nodes < 4 else 1 if nodes < 24 else 2
         grown = nodes // 4 // branches if branches else 0
         drafted = nodes - branches * grown
         depth, beams = min(depth, drafted), max(1, min(8, drafted // 3))
@@ -143,9 +143,8 @@ class Drafting:
         heads, c, cache = self.heads, self.heads.config, self.cache
         slots, length, root, temperature, top_p, stream = numbers[:, :6].unbind(1)
         temperature, top_p = (bits.to(torch.int32).view(torch.float32) for bits in (temperature, top_p))
-        at, to, trigrams, continuations = numbers[:, 6:].split(
-            [FRESH, FRESH, 3 * FRESH, shape.branches * shape.reach], 1
-        )
+        sizes = [FRESH, FRESH, 3 * FRESH, shape.branches * shape.reach]
+        at, to, trigrams, continuations = torch.split(numbers[:, 6:], sizes, 1)
         trigrams, batch = trigrams.view(-1, FRESH, 3), torch.arange(len(numbers), device=numbers.device)
         states, u = heads.fused(features), heads.encoded(trigrams)
         query, keys, values = heads.project(u, states, at)
@@ -189,7 +188,8 @@ class Drafting:
             token = tokens[-1].gather(1, kept)
             history = torch.cat((_of(history, above)[..., 1:], token[..., None]), -1)
             states, branch = _of(states, above), _of(branch, above)
-        found = best(*(torch.cat(parts, 1) for parts in (scores, tokens, parents)), shape.nodes, shape.depth)
+        every = torch.cat(scores, 1), torch.cat(tokens, 1), torch.cat(parents, 1)
+        found = best(*every, nodes=shape.nodes, depth=shape.depth)
         for continuation in continuations.view(len(numbers), shape.branches, shape.reach).unbind(1):
             found = grafted(*found, continuation, shape.grown)
         return torch.cat(found, 1)
@@ -201,7 +201,7 @@ class Drafting:
         logits = logits.nan_to_num(LEAST, LEAST, LEAST)
         likely, ids = logits.topk(min(CANDIDATES, logits.shape[-1]), -1)
         token = self.heads.vocabulary[ids]
-        noise = gumbel_of(*torch.broadcast_tensors(stream[:, None, None], position[:, None, None], token))
+        noise = gumbel_of(stream[:, None, None], position[:, None, None], token)
         heat = temperature[:, None, None]
         mass = (likely / heat.clamp(min=1e-3)).softmax(-1)
         dropped = (mass.cumsum(-1) - mass >= top_p[:, None, None]) & (heat > 0)

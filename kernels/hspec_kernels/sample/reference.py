@@ -79,7 +79,7 @@ def gumbel(stream: int, position: int, size: int, device: torch.device) -> Tenso
 
 
 def gumbel_of(streams: Tensor, positions: Tensor, tokens: Tensor) -> Tensor:
-    """The noise of single tokens: what `gumbel` has for them, of streams, positions and tokens int64 of one shape."""
+    """The noise of single tokens: what `gumbel` has for them, of streams, positions and tokens int64."""
     z = (tokens + 1) * _signed(_WEYL) + _mixed((streams ^ positions) + _signed(_WEYL))
     return -torch.log(-torch.log1p(-uniform(_shifted(_mixed(z), 11))))
 
