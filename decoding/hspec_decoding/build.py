@@ -289,7 +289,7 @@ def _level(spec: Spec, time: int, parts: Parts, full: FullView, select: str, tre
     if spec.name == "ngram":
         return NGram(parts.target.vocabulary, sequences)
     if spec.name == "chimera":
-        captured = parts.target.device.type == "cuda"
+        captured = id(parts.target) in parts.graphs
         return Chimera(name, parts.chimera(), parts.target.vocabulary, sequences, tree=tree, captured=captured)
     if spec.name == "draft":
         if parts.draft is None:

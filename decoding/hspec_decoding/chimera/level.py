@@ -44,7 +44,8 @@ class Chimera:
         config = heads.config
         self.growth = Growth(DEPTH) if tree else None
         self.sequential = not tree
-        self.features = Features(config.entering, config.sinks, config.window)
+        self.shown = config.window + LONGEST  # rows that a window shows, or will when what is speculated is taken back
+        self.features = Features(config.entering, config.sinks, self.shown)
         self.drafting = Drafting(heads, sequences, DRAFTED)
         self.ngram = NGram(vocabulary, sequences)
         self.vocabulary = vocabulary
@@ -93,7 +94,7 @@ class Chimera:
         missing, last = held.missing(tokens, text.committed), len(tokens) - 2
         wanted = range(max(0, len(tokens) - len(missing) - 1), last + 1)
         positions, parts = self.features.find(
-            text.slot, [t for t in wanted if t < config.sinks or t > last - config.window]
+            text.slot, [t for t in wanted if t < config.sinks or t > last - self.shown]
         )
         if not positions or positions[-1] != last:
             return None

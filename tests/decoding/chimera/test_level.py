@@ -2,24 +2,24 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import tiny_engine
+import tiny_heads
 import torch
 from tiny_engine import CPU, answers, random_decoder
+from tiny_heads import heads, learnt
 from torch import Tensor
 
-from hspec_decoding.chimera.config import ChimeraConfig
-from hspec_decoding.chimera.drafting import Drafting, Shape
-from hspec_decoding.chimera.files import made
+from hspec_decoding.chimera.drafting import Shape
 from hspec_decoding.chimera.heads import Heads
 from hspec_decoding.chimera.level import Chimera
 from hspec_decoding.engine import Engine
 from hspec_decoding.model import Decoder
-from hspec_decoding.options import Request
+from hspec_decoding.load import choose_stacks
+from hspec_decoding.options import Request, Settings
 from hspec_decoding.rules import Coupled, Draft
 from hspec_decoding.sampling import Sampling
 from hspec_decoding.sequence import Text
@@ -27,24 +27,6 @@ from hspec_decoding.tree import Tree
 from hspec_decoding.tuner import Plan, Tuner
 from hspec_kernels.sample import gumbel, gumbel_of, stream
 from hspec_profiles.errors import HspecError, UsageError
-
-
-def heads(target: Decoder, kind: str = "random", **changes: Any) -> Heads:
-    """Heads that were never trained: random ones, or such as are broken in one of several ways."""
-    torch.manual_seed(4)
-    size = target.config.vocab_size
-    drafted = {"few": torch.arange(0, size, 9), "doubles": torch.arange(size // 2).repeat(2)}
-    config = ChimeraConfig.for_target(target.config, **{"window": 16, **changes})
-    found = made(config, drafted.get(kind, torch.arange(size)), target).requires_grad_(False)
-    for parameter in found.parameters():
-        parameter.copy_(0.3 * torch.randn_like(parameter))
-        if kind == "nan":
-            parameter.fill_(float("nan"))
-        if kind == "huge":
-            parameter.mul_(1e20)
-    found.to(target.dtype).fold()
-    return found.eval()
-
 
 # what is drafted
 
@@ -109,7 +91,7 @@ def expected(level: Chimera, text: Text, shape: Shape, sampling: Sampling, featu
 def test_drafts_are_the_best_nodes(parts: dict[str, bool], temperature: float) -> None:
     """Of a text that grows and is taken back in pieces of all sizes, within its window and beyond."""
     target = random_decoder()
-    level = Chimera("chimera", heads(target, **parts), 320, 2, tree=True)
+    level = Chimera("chimera", heads(target, "calm", **parts), 320, 2, tree=True)
     sampling = Sampling(temperature, seed=1)
     torch.manual_seed(1)
     tokens, features = torch.randint(2, 320, (140,)).tolist(), torch.randn(140, 3 * 64)
@@ -149,22 +131,7 @@ def test_shapes(nodes: int) -> None:
 
 @pytest.fixture
 def knowing(monkeypatch: pytest.MonkeyPatch) -> dict[int, list[int]]:
-    """Heads that often know what the target says: by stream, the tokens at each position."""
-    truth: dict[int, list[int]] = {}
-    children, chance = Drafting._children, random.Random(5)
-
-    def told(self: Drafting, logits: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-        chances, tokens = children(self, logits, *rest)
-        streams, position = rest[2].tolist(), rest[3].tolist()
-        for b, (key, at) in enumerate(zip(streams, position, strict=True)):
-            if at < len(truth.get(key, [])) and chance.random() < 0.8:
-                for row in range(tokens.shape[1]):
-                    if truth[key][at] not in tokens[b, row]:
-                        tokens[b, row, chance.randrange(tokens.shape[2])] = truth[key][at]
-        return chances, tokens
-
-    monkeypatch.setattr(Drafting, "_children", told)
-    return truth
+    return tiny_heads.knowing(monkeypatch)
 
 
 @pytest.fixture
@@ -196,14 +163,6 @@ def chimera(target: Decoder, made: Heads, levels: str = "chimera > target(full)"
 def requests(temperature: float, new: int = 40) -> list[Request]:
     sampling = Sampling(temperature, 0.9 if temperature else 1.0, seed=3)
     return [Request(tiny_engine.prompt(n, n), new + n % 7, sampling=sampling, sequence=n) for n in (1, 40, 250)]
-
-
-def learnt(truth: dict[int, list[int]], target: Decoder, asked: list[Request]) -> list[tuple[list[int], str]]:
-    """What plain decoding says, which heads then know."""
-    said = answers(tiny_engine.engine("target(full)", target), *asked)
-    for one, (tokens, _) in zip(asked, said, strict=True):
-        truth[stream(one.sampling.seed, one.sequence)] = [*one.prompt, *tokens]
-    return said
 
 
 LEVELS = [
@@ -283,9 +242,6 @@ def test_rejection_is_of_chains() -> None:
     assert [len(draft.laws) for draft in drafts] == [len(drafts[0].tokens)]
     assert drafts[0].tree is None
     with pytest.raises(UsageError, match="coupled"):
-        from hspec_decoding.load import choose_stacks
-        from hspec_decoding.options import Settings
-
         choose_stacks(Settings(method="chimera", rule="rejection", tree=7), 100, draft=False, gpu=False)
 
 
