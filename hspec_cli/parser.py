@@ -43,7 +43,7 @@ words.add(app, "models", Models, epilog=MODELS_EXAMPLES)
 train = typer.Typer(rich_markup_mode=None, help="Train a draft for a model, from text that the model makes itself.")
 words.add(train, "chimera", Chimera, epilog=CHIMERA_EXAMPLES)
 words.add(train, "draft", Draft, epilog=DRAFT_EXAMPLES)
-app.add_typer(train, name="train", no_args_is_help=True)
+app.add_typer(train, name="train")
 
 
 def _version(wanted: bool) -> None:

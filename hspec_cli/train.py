@@ -233,7 +233,10 @@ class _Training:
         from hspec_decoding.training.texts import Turns
 
         ask = self.ask
-        device = pick_device(ask.device, self.voice.notes)
+        notes: list[str] = []
+        device = pick_device(ask.device, notes)
+        for note in notes:
+            self.voice.note(note)
         dtype = pick_dtype(ask.dtype, device)
         texts = [_read(path) for path in ask.text or ()]
         files = Files(ask.offline, False, self.voice, self.shown)
@@ -249,13 +252,13 @@ class _Training:
         model = files.model(ask.model)
         checkpoint = model.open()
         target = load(checkpoint, wanted, dtype, device, model.tokenizer.size)
-        corpus = text_of(target, model.tokenizer, texts, wanted, self._made)
-        made = ask.student(target, corpus, Turns.of(model.tokenizer).control)
         try:
+            corpus = text_of(target, model.tokenizer, texts, wanted, self._made)
+            made = ask.student(target, corpus, Turns.of(model.tokenizer).control)
             course, checksum = train(made, target, corpus, recipe, wanted, self)
         except KeyboardInterrupt:
             self.shown.pause()
-            self.voice.line(f"what was learnt is in {place / WORK}; the same command goes on from there")
+            self.voice.line(f"what was made is in {place / WORK}; the same command goes on from there")
             raise
         use = ask.keep(made, place, model)
         self._tell_end(place, use, course, checksum, corpus, student)

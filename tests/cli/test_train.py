@@ -86,7 +86,7 @@ def test_ctrl_c_saves_and_the_same_command_goes_on(
     code, printed, err = chimera(capsys, target, *out)
     assert (code, printed) == (130, "")
     assert not (tmp_path / "cut" / files.WEIGHTS).exists()
-    assert ("the same command goes on from there" in err) == (looks > 39)
+    assert "the same command goes on from there" in err
     code, printed, err = chimera(capsys, target, *out)
     assert (code, printed) == (0, f"{tmp_path / 'cut'}\n")
     whole, cut = ((tmp_path / name / files.WEIGHTS).read_bytes() for name in ("whole", "cut"))

@@ -41,11 +41,11 @@ class Figures(NamedTuple):
 
 
 class Row(NamedTuple):
-    """What a depth gives: logits [b, T, Vd], the mean loss and what was counted for it."""
+    """What a depth gives."""
 
-    logits: Tensor
-    loss: Tensor  # sum
-    counted: Tensor
+    logits: Tensor  # [b, T, Vd]
+    loss: Tensor  # summed over the rows that count
+    counted: Tensor  # how many they are
 
 
 class Depths(nn.Module):
@@ -138,7 +138,8 @@ class Depths(nn.Module):
                 pairs = (*pairs, key, value)
                 states = heads.finish(u, states, attended(query, pairs, seen) if c.with_block else query)
                 logits = heads.logits(states, last, i)
-                loss = (logits.logsumexp(-1) - (law * logits).sum(-1)) * counts
+                mass = law.sum(-1, dtype=torch.float32)  # rounding leaves it near 1 only, and would move all logits
+                loss = (logits.logsumexp(-1) * mass - (law * logits).sum(-1)) * counts
                 return states, loss.sum(), logits.detach(), *pairs[-2:]
 
             law = laws[:, i:][:, :span]

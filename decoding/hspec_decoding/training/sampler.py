@@ -23,6 +23,7 @@ from hspec_offload.ring import Item
 EXTENT = 128  # slots by which the keys that are looked at grow: a graph for each
 PERIOD, REPEATED = 32, 64  # a row that says the same up to 32 tokens over and over is ended after 64 tokens of it
 FREE = -1  # a place where the target decides
+ASKING = 1.0  # temperature of questions: rows that begin alike part there, whatever their answers' is
 
 
 class Step:
@@ -76,7 +77,7 @@ class Sampler:
         self.own = torch.zeros(rows, width, dtype=torch.bool, device=device)
         self.answering = torch.zeros(rows, dtype=torch.int64, device=device)
         self.at = torch.zeros(1, dtype=torch.int64, device=device)
-        self.options = torch.zeros(rows, 4, device=device)
+        self.options = torch.zeros(2, rows, 4, device=device)  # of questions, of answers
         self.streams = torch.zeros(rows, dtype=torch.int64, device=device)
         self.back = torch.arange(REPEATED + PERIOD, device=device)
         self.ahead = torch.arange(2, 2 + self.scripts.shape[1], device=device)
@@ -106,7 +107,8 @@ class Sampler:
         self.tokens.copy_(written)
         self.own.zero_()
         self.answering.copy_(torch.tensor([int(prompt.answering) for prompt in prompts]))
-        self.options.copy_(torch.stack([Sampling(prompt.temperature).options for prompt in prompts]))
+        options = [[Sampling(t).options for t in (ASKING, prompt.temperature)] for prompt in prompts]
+        self.options.copy_(torch.stack([torch.stack(pair) for pair in options], 1))
         self.streams.copy_(torch.tensor([stream(seed, row) for row in range(len(prompts))]))
         self.at.zero_()
 
@@ -130,7 +132,9 @@ class Sampler:
         memory = Step(self.decoder.config, self.keys, self.values, self.at, extent)
         hidden = self.decoder.forward(self.tokens.index_select(1, self.at), memory)
         logits = self.decoder.logits(hidden[:, 0])
-        chosen = choose(logits, self.options, self.streams, (self.at + 1).expand(self.rows)).clamp(min=0)
+        asking, answering = self.options
+        options = torch.where(self.answering[:, None] == 1, answering, asking)
+        chosen = choose(logits, options, self.streams, (self.at + 1).expand(self.rows)).clamp(min=0)
         written = self.tokens.index_select(1, self.at + 1)[:, 0]
         free = written == FREE
         decided = free

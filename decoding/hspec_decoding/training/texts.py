@@ -61,7 +61,7 @@ def _common(one: Sequence[int], other: Sequence[int]) -> list[int]:
 
 @dataclass(frozen=True)
 class Prompt:
-    """What a row begins with, at which temperature it goes on, and whether it is an answer that it goes on with."""
+    """What a row begins with, the temperature of its answers, and whether it is one of these that it goes on with."""
 
     tokens: tuple[int, ...]
     temperature: float
@@ -77,13 +77,15 @@ def prompts(turns: Turns, texts: Sequence[Sequence[int]], rows: int, length: int
     for row in range(rows):
         kind = dealt.random()
         plain = not chat or kind < PLAIN
-        start = list(turns.start if plain else turns.opening)
+        start, temperature = list(turns.start if plain else turns.opening), TEMPERATURES[row % len(TEMPERATURES)]
         if usable and (plain or kind < PLAIN + QUOTED):
             text = dealt.choice(usable)
             most = min(LONGEST, length // 2, len(text) - 1)
             size = dealt.randint(min(SHORTEST, most), most)
             at = dealt.randrange(len(text) - size)
             start += text[at : at + size]
+        elif plain:
+            temperature = TEMPERATURES[0]  # rows that begin alike must not go on alike
         tokens = tuple(start[: length - 1]) or (dealt.choice(sorted(turns.control) or [0]),)
-        made.append(Prompt(tokens, TEMPERATURES[row % len(TEMPERATURES)], plain))
+        made.append(Prompt(tokens, temperature, plain))
     return made

@@ -17,7 +17,7 @@ from hspec_decoding.text.tokens import Tokenizer
 from hspec_decoding.training import corpus
 from hspec_decoding.training.corpus import Corpus, Wanted, frequent
 from hspec_decoding.training.sampler import Sampler
-from hspec_decoding.training.target import checksum
+from hspec_decoding.training.target import checksum, said
 from hspec_decoding.training.texts import TEMPERATURES, Prompt, Turns, prompts
 from hspec_profiles.errors import HspecError
 
@@ -69,6 +69,21 @@ def test_turns_follow_each_other() -> None:
                 answering, turns = not answering, turns + 1
             at += 1
     assert turns > 16
+
+
+def test_rows_that_begin_alike_ask_different_questions_and_answer_as_they_are_told() -> None:
+    target = tiny_engine.random_decoder()
+    chat = replace(CHAT, ends_question=frozenset(range(10, 40)))
+    rows, own = made(target, chat, [Prompt((2, 3), 0.0, False)] * 8, 80)
+    assert len({tuple(row[:6]) for row in rows}) == 8
+    likeliest, greedy = said(target, torch.tensor(rows), ()).likeliest, 0
+    for row, mine, top in zip(rows, own.tolist(), likeliest.tolist(), strict=True):
+        end = next((n for n in range(2, 60) if row[n] in chat.ends_question), 80)
+        answer = [n for n in range(end + 1, 80) if mine[n]]
+        if 9 not in row[end:]:  # a single answer
+            assert all(row[n] == top[n - 1] for n in answer)
+            greedy += len(answer)
+    assert greedy > 100
 
 
 def test_a_row_that_loops_is_ended() -> None:
