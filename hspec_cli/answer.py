@@ -114,6 +114,8 @@ def load(
         budget=run.budget_of(job.context),
         gamma=run.gamma,
         correct=CORRECT if run.correct is None else run.correct,
+        heads=run.heads,
+        tree=run.tree,
         dtype=run.dtype,
         device=run.device,
     )

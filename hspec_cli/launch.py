@@ -73,11 +73,11 @@ def processes(run: Run) -> int:
 
 
 def _fastest(run: Run) -> int:
-    """Of this host's GPUs, where it was measured and nothing speaks for one: the environment, or levels of TidalDecode.
+    """Of this host's GPUs, where it was measured and nothing speaks for one: the environment, or levels that are of one.
 
     The prompt is not known yet: the context that is planned for is the one asked for, or a middling one.
     """
-    alone = run.jsonl or "tidal" in f"{run.method} {run.levels}"
+    alone = run.jsonl or run.uses_chimera or "tidal" in f"{run.method} {run.levels}"
     if alone or run.device == "cpu" or ":" in run.device or VISIBLE in os.environ:
         return 1
     from hspec_profiles.profile import saved_profile

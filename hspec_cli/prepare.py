@@ -15,6 +15,7 @@ from hspec_cli.words import as_text
 from hspec_decoding.checkpoints import hub
 from hspec_decoding.checkpoints.checkpoint import Checkpoint
 from hspec_decoding.checkpoints.files import GENERATION, read_json
+from hspec_decoding.chimera.files import place
 from hspec_decoding.config import ModelConfig
 from hspec_decoding.device import pick_device
 from hspec_decoding.sampling import Sampling
@@ -55,6 +56,8 @@ def find(run: Run, voice: Voice, progress: Progress) -> Found:
     pick_device(run.device, [])
     files = Files(run.offline, run.trust_remote_code, voice, progress)
     config = files.config(run.model)
+    if run.uses_chimera:
+        place(Path(run.heads).expanduser() if run.heads else None, config, run.model)
     draft = find_draft(run, files)
     return Found(config, files.model(run.model), draft)
 

@@ -7,7 +7,8 @@ from typing import Annotated, Any
 
 from typer import Argument, Option
 
-from hspec_cli.placement import GpuLayers, KvDevice, OffloadKind, Ram, Reserve, Vram, check_run, place_option
+from hspec_cli.contradictions import check
+from hspec_cli.placement import GpuLayers, KvDevice, OffloadKind, Ram, Reserve, Vram, place_option
 from hspec_cli.words import Command, choice, real, tokens_or_share, whole
 from hspec_decoding.stack import METHODS, approximate
 from hspec_decoding.stack import parse as parse_levels
@@ -40,6 +41,11 @@ def device_name(word: str) -> str:
     if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", word):
         raise UsageError(f"`--device` must be auto, cpu, cuda or cuda:N, got '{word}'")
     return word
+
+
+def nodes(word: str) -> int:
+    """A parser of tree sizes; off is none."""
+    return 0 if word == "off" else whole("--tree", 1, 63)(word)
 
 
 @dataclass(frozen=True)
@@ -162,8 +168,9 @@ class Run(Command):
             "--method",
             parser=choice("--method", tuple(METHODS)),
             metavar="METHOD",
-            help="auto (what measures fastest: TriForce, its variants, plain decoding), triforce, autoregressive, "
-            "tidal (APPROXIMATE: TidalDecode, which leaves keys out) or tidal-lossless (verified).",
+            help="auto (what measures fastest: TriForce, its variants, plain decoding), triforce, chimera (trained "
+            "heads: `hspec train chimera`), autoregressive, tidal (APPROXIMATE: TidalDecode, which leaves keys out) or "
+            "tidal-lossless (verified).",
         ),
     ] = "auto"
     lossless: Annotated[
@@ -226,6 +233,19 @@ class Run(Command):
             metavar="TOKENS",
             help="With --method tidal, compute the keys of decoded tokens densely again after so many; 0: never.  "
             "[default: 64]",
+        ),
+    ] = None
+    heads: Annotated[
+        str | None,
+        level_option("--heads", metavar="DIR", help="Chimera's heads. Default: those kept or shipped for the model."),
+    ] = None
+    tree: Annotated[
+        int | None,
+        level_option(
+            "--tree",
+            parser=nodes,
+            metavar="NODES",
+            help="Nodes of Chimera's trees, 1 to 63, or off for chains. Default: adapted while it runs.",
         ),
     ] = None
     gamma: Annotated[
@@ -314,7 +334,7 @@ class Run(Command):
 
     def execute(self) -> int:
         """Print the answer; 0, or 130 when interrupted; 1 where a line of many failed. Raises HspecError for others."""
-        self._check()
+        check(self)
         from hspec_cli.launch import carry_out
 
         return carry_out(replace(self, method="tidal-lossless") if self.lossless and self.method == "tidal" else self)
@@ -335,54 +355,9 @@ class Run(Command):
             return self.method in ("auto", "triforce")
         return any(level.name == "draft" for level in parse_levels(self.levels))
 
-    def _check(self) -> None:
-        """Raise UsageError for words that contradict each other, before anything is read."""
-        if self.levels is not None:
-            parse_levels(self.levels)
-        if self.levels is not None and self.method != "auto":
-            raise UsageError("`--levels` and `--method` both name the level stack", "give one of them")
-        if self.levels is not None and self.lossless and self.approximate:
-            raise UsageError(
-                "`--lossless` needs a last level that decides", f"`--levels '{self.levels} > target(full)'`"
-            )
-        if self.correct is not None and not self.approximate:
-            raise UsageError("`--correct` is for approximate levels, and these are verified", "drop it")
-        if self.approximate and self.rule != "coupled":
-            raise UsageError(
-                "`--rule` says how drafts are verified, and here nothing is", "drop it or add `--lossless`"
-            )
-        if self.raw and self.system is not None:
-            raise UsageError("`--system` needs the chat template that `--raw` turns off", "drop one of them")
-        if self.quiet and self.dashboard:
-            raise UsageError("`--quiet` and `--dashboard` contradict each other", "drop one of them")
-        self._check_lines()
-        if self.gpus is not None and self.ranks is not None:
-            raise UsageError("`--gpus` and `--ranks` both say how many share the model", "give one of them")
-        several = f"`--gpus {self.gpus}`" if self.gpus else f"`--ranks {self.ranks}`"
-        if (self.gpus or self.ranks or 1) > 1 and self.device.startswith("cuda:"):
-            raise UsageError(f"`--device {self.device}` names one GPU, {several} are more", "drop one of them")
-        if self.gpus is not None and self.device == "cpu":
-            raise UsageError("`--gpus` is about GPUs, and `--device cpu` uses none", f"`--ranks {self.gpus}`")
-        check_run(self)
-        if "" in (self.stop or ()):
-            raise UsageError("`--stop` must not be empty")
-
-    def _check_lines(self) -> None:
-        """The same of what is for many prompts, and what is for one."""
-        given = {
-            "a PROMPT": self.prompt is not None,
-            "`--file`": bool(self.file),
-            "`--dashboard`": self.dashboard,
-            "`--record`": self.record is not None,
-            "`--id`": self.id is not None,
-            "`--gpus`": (self.gpus or 1) > 1,
-            "`--ranks`": (self.ranks or 1) > 1,
-        }
-        wrong = next((flag for flag, there in given.items() if there), None)
-        if self.jsonl and wrong:
-            raise UsageError(
-                f"`--jsonl` reads many prompts from standard input, {wrong} is for one", "drop one of them"
-            )
-        idle = "`--unordered`" if self.unordered else "`--batch`" if self.batch is not None else None
-        if idle and not self.jsonl:
-            raise UsageError(f"{idle} is about many prompts, which need `--jsonl`", "add `--jsonl`")
+    @property
+    def uses_chimera(self) -> bool:
+        """Whether the levels begin with Chimera's heads."""
+        if self.levels is None:
+            return self.method == "chimera"
+        return parse_levels(self.levels)[0].name == "chimera"

@@ -4,26 +4,32 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TypeVar, cast
 
 import torch
 
 from hspec_decoding.cache import KVStore, Store
 from hspec_decoding.calibration import Calibration, find
+from hspec_decoding.chimera import files
+from hspec_decoding.chimera.heads import Heads
+from hspec_decoding.chimera.level import Chimera
 from hspec_decoding.device import Shape
 from hspec_decoding.graphs import Graphs
 from hspec_decoding.host_view import HostView, KVPlace
 from hspec_decoding.host_weights import SmallDecoder
-from hspec_decoding.levels import Level, ModelLevel, Target, Verified
+from hspec_decoding.levels import Level, ModelLevel, Verified
 from hspec_decoding.model import Decoder
 from hspec_decoding.ngram import NGram
 from hspec_decoding.options import CORRECT
 from hspec_decoding.sparse import CHUNK, SELECT, SINKS, SparseView, Streaming
 from hspec_decoding.stack import LONGEST, Spec, Stack, approximate
+from hspec_decoding.target import Target
 from hspec_decoding.tidal import FLOOR, PAYS, LastView, Tidal, TidalView
 from hspec_decoding.tidal_target import TidalTarget
-from hspec_decoding.tuner import Plan
-from hspec_decoding.views import FullView, InPlaceView, View, WindowView
+from hspec_decoding.tuner import Growth, Plan
+from hspec_decoding.views import FullView, InPlaceView, View
+from hspec_decoding.window import WindowView
 from hspec_kernels.attention import QuantizedKV
 from hspec_offload.host_kv import HostKV
 from hspec_profiles.errors import UsageError
@@ -99,6 +105,7 @@ class Parts:
         self.quantized: dict[str, Decoder] = dict(quantized or {})
         self.calibration: Calibration | None = None  # of the target, for tidal levels
         self.tidals: dict[tuple[str | None, int | None], Tidal] = {}  # by view and budget
+        self.heads: Heads | None = None  # Chimera's
         self.graphs: dict[int, Graphs] = {}
         for decoder in (target, draft, *self.quantized.values()):
             self._graph(decoder)
@@ -166,6 +173,17 @@ class Parts:
             self._graph(self.quantized[form])
         return self.quantized[form]
 
+    def chimera(self, name: str | None = None) -> Heads:
+        """Chimera's heads for the target, from a folder that is named, else those kept or shipped for it.
+
+        Raises HspecError where there are none, UsageError where ranks share the target.
+        """
+        if self.target.ranks:
+            raise UsageError("`chimera` levels need the whole model in one process", "run without `--gpus`")
+        if self.heads is None:
+            self.heads = files.load(Path(name).expanduser() if name else None, self.target)
+        return self.heads
+
     def make_room(self) -> None:
         """Drop what decoding makes anew, before a prompt is read that needs the memory."""
         for decoder in self.quantized.values():
@@ -216,6 +234,12 @@ class Levels:
     fixed: list[int | None]  # per proposer: the width that the user set
     chains: list[tuple[int, ...]]  # per stack: its proposers, cheapest first
 
+    @property
+    def trees(self) -> dict[int, Growth]:
+        """What is known of the trees of those that propose some."""
+        levels = enumerate(self.proposers)
+        return {n: level.growth for n, level in levels if isinstance(level, Chimera) and level.growth}
+
     def stacked(self, plan: Plan) -> Level:
         """The levels of a plan as one, each checked by the next."""
         level = self.proposers[plan.levels[0]]
@@ -236,11 +260,12 @@ def build_levels(
     shape: Shape | None,
     gamma: int | None = None,
     correct: int = CORRECT,
+    tree: int | None = None,
 ) -> Levels:
     """The target and the levels that propose to it, with fresh state.
 
     `context`: tokens of a sequence; `shape` None drops the fixed shape; `gamma`: the width of levels under the target;
-    `correct`: tokens after which an approximate target computes their keys again.
+    `correct`: tokens after which an approximate target computes their keys again; `tree` as in the settings.
     """
     target = parts.target
     bucket, spare = (shape.bucket, shape.rows) if shape else (1, 0)
@@ -259,9 +284,17 @@ def build_levels(
         last = TidalTarget(str(spec), target, nearly, shape, graphs)
     named = [_named(stack[:-1]) for stack in stacks]
     places = {name: n for n, name in enumerate(dict.fromkeys(name for names in named for name in names))}
-    made = [_level(spec, time, parts, full, select) for spec, time in places]
+    # Where selections are made by the rows of a pass, and where keys come in parts, blocks are chains.
+    planted = tree != 0 and not parts.offloaded and all(len(stack) == 2 for stack in stacks)
+    made = [_level(spec, time, parts, full, select, planted) for spec, time in places]
+    for level in made:
+        if isinstance(level, Chimera):
+            for model in [last, *(other for other in made if isinstance(other, ModelLevel))]:
+                model.notes = level.features if model.decoder.config is target.config else None
     tops = {names[-1] for names in named if names}
     fixed = [gamma if gamma and name in tops else name[0].width for name in places]
+    if tree:
+        fixed = [tree if name[0].name == "chimera" else width for name, width in zip(places, fixed, strict=True)]
     return Levels(last, made, fixed, [tuple(places[name] for name in names) for names in named])
 
 
@@ -270,12 +303,15 @@ def _named(specs: Sequence[Spec]) -> list[tuple[Spec, int]]:
     return [(spec, specs[:place].count(spec)) for place, spec in enumerate(specs)]
 
 
-def _level(spec: Spec, time: int, parts: Parts, full: FullView, select: str) -> Level:
+def _level(spec: Spec, time: int, parts: Parts, full: FullView, select: str, tree: bool) -> Level:
     """One proposing level, the `time`-th of its kind, with memory of its own."""
     name, sequences = str(replace(spec, width=None)), len(full.held)
     memory = f"{spec}, {time}"
     if spec.name == "ngram":
         return NGram(parts.target.vocabulary, sequences)
+    if spec.name == "chimera":
+        captured = id(parts.target) in parts.graphs
+        return Chimera(name, parts.chimera(), parts.target.vocabulary, sequences, tree=tree, captured=captured)
     if spec.name == "draft":
         if parts.draft is None:
             raise UsageError("this stack has a `draft` level and no draft model was given", "name one: `--draft-model`")

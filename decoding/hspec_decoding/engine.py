@@ -122,7 +122,10 @@ class Engine:
             ring = ring_of(plan, device)
             large = load(target, progress=progress, plan=plan, ring=ring, notes=notes, exact=settings.exact)
             kv = kv_place(plan, ring)
-        engine = cls(large, small, stacks, settings, context, Parts(large, small, kv=kv))
+        parts = Parts(large, small, kv=kv)
+        if any(spec.name == "chimera" for stack in stacks for spec in stack):
+            parts.chimera(settings.heads)
+        engine = cls(large, small, stacks, settings, context, parts)
         engine.notes, engine.plan, engine.sequences = notes, plan, sequences
         return engine
 
@@ -259,6 +262,7 @@ class Engine:
             shape=self.shape,
             gamma=self.settings.gamma,
             correct=self.settings.correct,
+            tree=self.settings.tree,
         )
         self.last = self.levels.last
         self.traffic = Traffic([*self.levels.proposers, self.last], self.target.device)
@@ -270,6 +274,8 @@ class Engine:
             adapt=self.settings.adapt,
             chains=self.levels.chains,
             guesses=[level.guess for level in self.levels.proposers],
+            trees=self.levels.trees if self.settings.rule == "coupled" else {},
+            rows=self.last.rows or 1,
         )
         self._seat(*self.runs)
         self.prefill_seconds = self.setup_seconds = self.decode_seconds = 0.0
@@ -294,7 +300,9 @@ class Engine:
         """Count as cached what an earlier request left of the same beginning: whole chunks of its prompt, so that
         what is computed anew is computed in the same shapes; and never the last one, which selections look at.
         """
-        known = [] if self.parts.kv else self.parts.prompts.pop(text.slot, [])  # in host memory: not read again
+        known = self.parts.prompts.pop(text.slot, [])
+        if self.parts.kv or self.last.notes:  # what is in host memory is not read again; notes are taken of all tokens
+            known = []
         same = next((i for i, (a, b) in enumerate(zip(known, text.tokens, strict=False)) if a != b), len(known))
         kept = max(0, min(same, len(known) - 1, len(text) - 2) // chunk * chunk)
         self.last.view.fed(text, text.tokens[:kept])
@@ -336,7 +344,9 @@ class Engine:
             count(proposers[-1].tally, drafts, checked)
         events = [event for run, result in zip(active, checked, strict=True) for event in self._emit(run, result)]
         used = [_used(old, level.tally) for old, level in zip(before, proposers, strict=True)]
-        drafted = 0 if self.last.rows else max(len(draft.tokens) for draft in drafts)
+        drafted = max(draft.rows for draft in drafts)
+        if growth := self.tuner.trees.get(plan.levels[0]) if plan.levels else None:
+            growth.learn(plan.widths[0], [len(result.tokens) - 1 for result in checked])
         emitted = sum(len(event.tokens) for event in events if isinstance(event, Emitted))
         did = [LevelRound(level.name, **vars(u)) for level, u in zip(proposers, used, strict=True)]
         did.append(LevelRound(self.last.name, emitted, emitted, 0, 1, target_seconds))

@@ -69,6 +69,7 @@ class Ahead:
     chosen: Tensor  # int64 [B, steps], -1 where logits are no numbers
     asked: Mark  # behind the chain
     tell: Callable[[list[list[int]], float], None]  # is given the tokens, and the seconds that they came after `asked`
+    masks: Tensor | None = None  # int64 [B, R], those of a tree whose nodes the tokens are
 
     def places(self, b: int, length: int) -> list[int]:
         """Numbers below 0 that stand for the first `length` tokens of sequence b."""
@@ -78,6 +79,12 @@ class Ahead:
     def put(self, tokens: Tensor) -> None:
         """Write the tokens over what stands for them; where logits were no numbers any will do."""
         tokens.copy_(torch.where(tokens < 0, self.chosen.take((~tokens).clamp(min=0)), tokens).clamp(min=0))
+
+    def plant(self, masks: Tensor) -> None:
+        """Write the masks over those of a layout, [rows, B]."""
+        if self.masks is not None:
+            batch, rows = self.masks.shape
+            masks[:rows, :batch] = self.masks.T
 
     def wait(self, clock: Clock, *others: Tensor) -> list[list[list[int]]]:
         """Wait for the tokens, and tell them, and for `others` [A, C] that were asked for since: what these hold.
@@ -113,6 +120,7 @@ class Results:
     logits: Tensor  # float32 [B, rows, vocabulary]
     chosen: Tensor  # int64 [B, rows], -1 where logits are no numbers
     recorded: list[Recorded] | None
+    features: Tensor | None = None  # as a pass's
 
 
 @dataclass(frozen=True)
@@ -146,7 +154,10 @@ class Graphs:
             ahead.put(numbers[-layout.rows :])
         captured = self._ready(lambda: numbers, memory, layout, clock)
         captured.inputs.copy_(numbers, non_blocking=True)
+        if ahead is not None:
+            ahead.plant(captured.inputs[len(layout.numbers) - layout.rows :])
         captured.graph.replay()
+        memory.features = captured.results.features
         return captured.results
 
     def chain(
@@ -159,14 +170,16 @@ class Graphs:
         clock: Clock,
     ) -> tuple[Tensor, Pass]:
         """A pass of `tokens`, of which sequence b's first `fed[b]` count, and after it `steps - 1` of the token that
-        was chosen last; all that were chosen, [B, steps], and the last pass.
+        was chosen last; all that were chosen, [B, steps], and the last pass, whose features are those of all steps.
         """
         # Rows that fill up a block are repetitions: those of the steps too, whatever the block has room for.
         rows = memory.layout.rows if memory.layout.padded else 1
         after = [at + n for at, n in zip(noise.after, fed, strict=True)]
         layout = memory.layout.behind(fed, rows)
         last = torch.tensor([n - 1 for n in fed])[:, None].to(self.decoder.device, non_blocking=True)
-        chosen = [self.replay(tokens, memory, noise, clock).chosen.gather(1, last)[:, 0]]
+        first = self.replay(tokens, memory, noise, clock)
+        chosen = [first.chosen.gather(1, last)[:, 0]]
+        features = [] if first.features is None else [first.features[torch.arange(len(fed)), last[:, 0]]]
         for step in range(steps - 1):
             stepped = rounded(layout.behind([step] * len(fed), rows))
             drawn = replace(noise, after=[at + step for at in after])
@@ -178,6 +191,9 @@ class Graphs:
             captured.inputs[len(numbers) :] = token
             captured.graph.replay()
             chosen.append(captured.results.chosen[:, 0].clone())
+            if captured.results.features is not None:
+                features.append(captured.results.features[:, 0].clone())
+        memory.features = torch.stack(features, 1) if features else None
         return torch.stack(chosen, 1), memory
 
     def _sample_by(self, samplings: Sequence[Sampling]) -> None:
@@ -207,14 +223,14 @@ class Graphs:
         def run() -> Results:
             static = memory.moved(layout)
             static.numbers, static.captured = inputs[:said], True
-            hidden = self.decoder.forward(inputs[said + NOISE :].T, static)
+            hidden = forward(self.decoder, inputs[said + NOISE :].T, static)
             logits = self.decoder.logits(hidden)
             streams = inputs[said, :, None].expand(-1, layout.rows).reshape(-1)
-            positions = inputs[said + 1, :, None] + torch.arange(layout.rows, device=inputs.device)
+            positions = inputs[said + 1, :, None] + static.behind
             chosen = choose(logits.flatten(0, 1), self.options[len(layout.slots)], streams, positions.reshape(-1))
             if self.decoder.ranks:
                 chosen = self.decoder.ranks.first(chosen)
-            return Results(logits, chosen.view(-1, layout.rows), static.recorded)
+            return Results(logits, chosen.view(-1, layout.rows), static.recorded, static.features)
 
         return Captured(*_recorded(run, self.decoder.device), inputs)
 
@@ -231,6 +247,15 @@ def _recorded(run: Callable[[], Results], device: torch.device) -> tuple[Graph, 
     with torch.inference_mode(), torch.cuda.graph(graph, capture_error_mode="thread_local"):
         results = run()
     return graph, results
+
+
+def forward(decoder: Decoder, tokens: Tensor, memory: Pass) -> Tensor:
+    """Final hidden states [B, R, hidden] of token ids; what the pass is to note of the others stays with it."""
+    found = decoder.forward(tokens, memory, memory.entering)
+    if not memory.entering:
+        return found
+    memory.features = found
+    return found[..., -decoder.config.hidden_size :].contiguous()
 
 
 def _joined(numbers: Tensor, tokens: Tensor) -> Tensor:

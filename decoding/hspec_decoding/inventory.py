@@ -16,7 +16,8 @@ from hspec_decoding.host_weights import HostLinear, SmallDecoder
 from hspec_decoding.levels import ModelLevel
 from hspec_decoding.sparse import SparseView
 from hspec_decoding.tidal import LastView, TidalView
-from hspec_decoding.views import FullView, InPlaceView, WindowView
+from hspec_decoding.views import FullView, InPlaceView
+from hspec_decoding.window import WindowView
 from hspec_kernels.linear import Quantized
 from hspec_offload.host_kv import HostKV
 from hspec_profiles.memory import usable_ram

@@ -16,15 +16,11 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 from torch import Tensor
 
-from hspec_decoding.device import Shape
-from hspec_decoding.graphs import Ahead, Clock, Graphs, Mark, Noise, fetched
-from hspec_decoding.host_view import HostView
+from hspec_decoding.graphs import Ahead, Clock, Graphs, Mark, Noise, fetched, forward
 from hspec_decoding.model import Decoder
-from hspec_decoding.prefill import prefill_by_layers
-from hspec_decoding.rules import Chooser, Coupled, Draft, NonFinite
+from hspec_decoding.rules import Chooser, Coupled, Draft
 from hspec_decoding.sampling import choose
 from hspec_decoding.sequence import Text, speculating
-from hspec_decoding.stack import LONGEST
 from hspec_decoding.views import FullView, Pass, View
 from hspec_kernels.attention import PACKED
 
@@ -51,6 +47,22 @@ class Tally:
         started = time.perf_counter()
         yield
         self.seconds += time.perf_counter() - started
+
+
+class Notes(Protocol):
+    """Takes down features of the tokens that models are fed."""
+
+    entering: tuple[int, ...]  # layers whose input is wanted beside the final hidden state
+
+    def take(self, slot: int, first: int, features: Tensor) -> None:
+        """Features [R, (n + 1) hidden] of rows from position `first`, of which the true ones come first; a later pass
+        may be over some of the same positions.
+        """
+        ...
+
+    def follow(self, slot: int, root: int, path: Sequence[int]) -> None:
+        """The rows taken last are a tree of the root at that position: those on the path follow it."""
+        ...
 
 
 class Level(Protocol):
@@ -99,6 +111,13 @@ class _Block:
         """Rows that fill up a block repeat its last token: whatever that is, nothing worse joins the live rows."""
         return [tokens + tokens[-1:] * (self.memory.layout.rows - len(tokens)) for tokens in self.feed]
 
+    def after(self, b: int) -> list[int]:
+        """The positions that the rows wanted of a text choose the tokens of."""
+        text, span = self.texts[b], self.spans[b]
+        behind = self.memory.behind.expand(len(self.texts), -1)[b, span]
+        positions: list[int] = (behind + len(text) - span.start).tolist()
+        return positions
+
     @property
     def noise(self) -> Noise:
         """What randomness the rows are drawn with."""
@@ -118,6 +137,7 @@ class ModelLevel:
         self.name, self.decoder, self.view, self.graphs, self.tally = name, decoder, view, graphs, Tally()
         self.guess = guess
         self.crew: Sequence[Text] = ()  # all texts of a batch
+        self.notes: Notes | None = None  # who wants the features of what is fed
 
     def read(self, text: Text) -> None:
         """Nothing to do: what a model must know of a text it is fed when it is asked."""
@@ -162,8 +182,8 @@ class ModelLevel:
             else:
                 logits = self._score(self._forward(block.padded, block.memory, ahead), block.spans)
                 chosen = [
-                    choose(rows, text.sampling, [text.key] * len(rows), range(len(text), len(text) + len(rows)))
-                    for text, rows in zip(block.texts, logits, strict=True)
+                    choose(rows, text.sampling, [text.key] * len(rows), block.after(b))
+                    for b, (text, rows) in enumerate(zip(block.texts, logits, strict=True))
                 ]
                 if self.decoder.ranks:
                     chosen = _agreed(chosen, self.decoder.ranks)
@@ -203,6 +223,7 @@ class ModelLevel:
                 block.padded, block.memory, block.noise, list(map(len, block.feed)), max(lengths), clock
             )
             self._fed(block, alone)
+            self._note(some, [len(text) - 1 for text in some], last)
             if isinstance(self.view, FullView):
                 self.view.note(last)
             ahead = Ahead(chosen, Mark(self.decoder.device), tell)
@@ -245,20 +266,35 @@ class ModelLevel:
         aboard = [*texts, *riders]
         feed += [text.tokens[-1:] for text in riders]
         spans = _spans(feed, [*drafts, *(Draft([]) for _ in riders)])
-        return _Block(aboard, feed, self._begin(aboard, feed), spans)
+        memory = self._begin(aboard, feed)
+        memory.entering = self.notes.entering if self.notes else ()
+        return _Block(aboard, feed, memory, spans)
 
     def _fed(self, block: _Block, drafts: Sequence[Draft]) -> None:
         """Count what the texts that have drafts were fed."""
         for text, draft, tokens, span in zip(block.texts, drafts, block.feed, block.spans, strict=False):
             self.view.fed(text, tokens[: span.start + 1] + draft.tokens)
+        self._note(block.texts[: len(drafts)], block.memory.layout.positions, block.memory)
+
+    def _note(self, texts: Sequence[Text], first: Sequence[int], memory: Pass) -> None:
+        """Hand on what a pass noted of the rows of some texts, of which row 0 stands at `first`."""
+        if self.notes and memory.features is not None:
+            for text, at, features in zip(texts, first, memory.features, strict=False):
+                self.notes.take(text.slot, at, features)
 
     def _caught_up(self, text: Text) -> list[int]:
         """The few tokens still to feed, after a pass of its own where there are many: a block stays a block."""
         missing = self.view.missing(text)
         if len(missing) > BEHIND:
-            self._forward([missing[:-1]], self.view.begin([text], len(missing) - 1))
-            self.view.fed(text, missing[:-1])
+            self._read(text, missing[:-1])
         return missing[-1:] if len(missing) > BEHIND else missing
+
+    def _read(self, text: Text, tokens: list[int]) -> None:
+        """Feed tokens of a text that nothing is asked about."""
+        memory = self.view.begin([text], len(tokens))
+        self._forward([tokens], memory)
+        self.view.fed(text, tokens)
+        self._note([text], memory.layout.positions, memory)
 
     def _begin(self, texts: Sequence[Text], feed: Sequence[list[int]]) -> Pass:
         """Memory for what is fed; graphs want few different numbers of rows."""
@@ -271,63 +307,13 @@ class ModelLevel:
         fed = torch.tensor(tokens, device=self.decoder.device)
         if ahead:
             ahead.put(fed)
-        return self.decoder.forward(fed, memory)
+        memory.entering = self.notes.entering if self.notes else ()
+        return forward(self.decoder, fed, memory)
 
     def _score(self, hidden: Tensor, spans: Sequence[slice]) -> list[Tensor]:
         """Logits of the rows that are wanted; no others are multiplied with the head."""
         wanted = [rows[span] for rows, span in zip(hidden, spans, strict=True)]
         return list(torch.split(self.decoder.logits(torch.cat(wanted)), [len(rows) for rows in wanted]))
-
-
-class Target(ModelLevel):
-    """The last verifier: all keys, and blocks of a shape in which a row's bits never depend on how many tokens were
-    drafted around it. `shape` None drops that: blocks are as long as they are.
-    """
-
-    view: FullView
-
-    def __init__(self, decoder: Decoder, view: FullView, shape: Shape | None, graphs: Graphs | None = None) -> None:
-        super().__init__("target(full)", decoder, view, graphs)
-        self.most = shape.rows if shape else LONGEST + 1
-        self.rows = shape.rows if shape and shape.padded else None  # always so many
-
-    def room(self, text: Text) -> int:
-        """Tokens that may be drafted for its next pass."""
-        return min(self.most - 1, self.view.room(text))
-
-    def logits(self, texts: Sequence[Text], drafts: Sequence[Draft]) -> list[Tensor]:
-        """As for any model. Raises NonFinite."""
-        logits = super().logits(texts, drafts)
-        if not all(bool(torch.isfinite(rows.sum())) for rows in logits):
-            raise NonFinite
-        return logits
-
-    def _sound(self, chosen: list[int]) -> list[int]:
-        if min(chosen) < 0:
-            raise NonFinite
-        return chosen
-
-    def prefill(self, text: Text, chunk: int) -> Iterator[int]:
-        """Cache all tokens of a text but the last, `chunk` at a time; the tokens cached so far after each."""
-        if self.decoder.offloaded or isinstance(self.view, HostView):
-            yield from prefill_by_layers(self.decoder, self.view, text, chunk)
-            return
-        feed = self.view.missing(text)[:-1]
-        for start in range(0, len(feed), chunk):
-            part = feed[start : start + chunk]
-            self._forward([part], self.view.begin([text], len(part)))
-            self.view.fed(text, part)
-            yield len(text) - 1 - len(feed) + start + len(part)
-
-    def _begin(self, texts: Sequence[Text], feed: Sequence[list[int]]) -> Pass:
-        if self.rows is None:
-            return super()._begin(texts, feed)
-        return self.view.begin(texts, self.rows, [len(tokens) for tokens in feed])
-
-    def _score(self, hidden: Tensor, spans: Sequence[slice]) -> list[Tensor]:
-        if self.rows is None:
-            return super()._score(hidden, spans)
-        return [rows[span] for rows, span in zip(self.decoder.logits(hidden), spans, strict=True)]
 
 
 def _agreed(chosen: Sequence[Sequence[int]], ranks: Ranks) -> list[list[int]]:

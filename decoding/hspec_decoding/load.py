@@ -46,6 +46,10 @@ def choose_stacks(settings: Settings, context: int, *, draft: bool, gpu: bool) -
             raise UsageError(f"unknown {name}: {value!r}", "valid are " + ", ".join(valid))
     if settings.gamma is not None and not 1 <= settings.gamma <= LONGEST:
         raise UsageError(f"--gamma must be from 1 to {LONGEST}: {settings.gamma}")
+    if settings.tree is not None and not 0 <= settings.tree <= LONGEST:
+        raise UsageError(f"--tree must be off or from 1 to {LONGEST} nodes: {settings.tree}")
+    if settings.tree and settings.rule == "rejection":
+        raise UsageError("`--tree` needs the coupled rule: under `--rule rejection` Chimera proposes chains")
     several = settings.method == "auto" and gpu and not settings.levels
     stack = parse(settings.levels) if settings.levels else method(settings.method, draft=draft)
     if not draft and any(spec.name == "draft" for spec in stack):

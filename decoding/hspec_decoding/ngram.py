@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -28,8 +28,8 @@ class NGram:
         with self.tally.timed():
             for text, limit in zip(texts, limits, strict=True):
                 self._index(text)
-                tokens = self._continue(text, min(limit, widths[-1]))
-                laws = [self._certain(token) for token in tokens] if isinstance(by, Rejection) else []
+                tokens = next(self.continuations(text, min(limit, widths[-1])), [])
+                laws = [certain(token, self.vocab_size) for token in tokens] if isinstance(by, Rejection) else []
                 drafts.append(Draft(tokens, laws))
         self.tally.passes += 1
         return drafts
@@ -49,19 +49,23 @@ class NGram:
                     table[tuple(tokens[end - n : end])] = end
         self.indexed[text.slot] = max(self.indexed[text.slot], text.committed - 1)
 
-    def _continue(self, text: Text, limit: int) -> list[int]:
-        """Up to `limit` tokens that followed the longest n-gram found; a copy may run on into itself."""
-        tokens = text.tokens
+    def continuations(self, text: Text, limit: int) -> Iterator[list[int]]:
+        """Up to `limit` tokens that followed an n-gram of the text's last tokens, the longest found first, and each of
+        another token than those before; a copy may run on into itself.
+        """
+        tokens, begun = text.tokens, set()
         for n in self.sizes:
             at = self.tables[text.slot].get(tuple(tokens[-n:])) if len(tokens) >= n else None
-            if at is not None:
+            if at is not None and tokens[at] not in begun:
+                begun.add(tokens[at])
                 found: list[int] = []
                 for i in range(at, at + limit):
                     found.append(tokens[i] if i < len(tokens) else found[i - len(tokens)])
-                return found
-        return []
+                yield found
 
-    def _certain(self, token: int) -> Tensor:
-        law = torch.zeros(self.vocab_size)
-        law[token] = 1.0
-        return law
+
+def certain(token: int, vocab_size: int) -> Tensor:
+    """The law of a token that is drafted without any doubt."""
+    law = torch.zeros(vocab_size)
+    law[token] = 1.0
+    return law

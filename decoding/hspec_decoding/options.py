@@ -22,6 +22,8 @@ class Settings:
     budget: int | None = None
     gamma: int | None = None
     correct: int = CORRECT
+    heads: str | None = None  # the directory of Chimera's heads; None looks where they are kept
+    tree: int | None = None  # nodes of its trees; 0: chains; None: as many as measurements ask for
     adapt: bool = True  # widths follow measurements, and plain decoding takes over where it is faster
     dtype: str = "auto"
     device: str = "auto"

@@ -47,6 +47,8 @@ class Asked:
 
     def work(self, stacks: Sequence[Stack]) -> Workload:
         """The same to the planner, with these stacks to choose from."""
+        if any(spec.name == "chimera" for stack in stacks for spec in stack):
+            raise UsageError("no plan is made for `chimera` levels", "run without `--offload`")
         draft = ModelShape.of(*self.draft, self.element) if self.draft else None
         chosen = tuple(_with_width(stack, self.settings.gamma) for stack in stacks)
         return Workload(self.context, 1, self.text, draft, chosen, prompt=self.prompt)

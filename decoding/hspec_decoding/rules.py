@@ -11,6 +11,7 @@ from torch import Tensor
 from hspec_decoding.graphs import Ahead, Clock
 from hspec_decoding.sampling import Draws, accept, agree, probabilities
 from hspec_decoding.sequence import Text
+from hspec_decoding.tree import Tree
 
 if TYPE_CHECKING:
     from hspec_decoding.ranks import Ranks
@@ -21,12 +22,18 @@ class Draft:
     """Tokens proposed after a text; under the rejection rule `laws[i]` [V] is the law that token i was drawn from.
 
     With `ahead` the tokens only stand for those that a device is choosing, until a model has checked them or `wait` is
-    called; they may then be fewer.
+    called; they may then be fewer. With `tree` the tokens are its nodes, of which the last verifier leaves a branch.
     """
 
     tokens: list[int]
     laws: list[Tensor] = field(default_factory=list)
     ahead: Ahead | None = None
+    tree: Tree | None = None
+
+    @property
+    def rows(self) -> int:
+        """Rows of a pass that checks it, without the root's."""
+        return len(self.tree.tokens if self.tree else self.tokens)
 
     def wait(self) -> None:
         """Have the tokens themselves."""

@@ -32,11 +32,12 @@ __all__ = [
 LONGEST = 63  # tokens of a block behind its root
 FED = "tidal-fed"
 TIDAL = ("tidal", "tidal-heads", "tidal-pooled", FED)  # lists made as calibrated, or as said
-VIEWS = {"target": ("full", "streaming", "retrieval", *TIDAL), "draft": ("streaming",), "ngram": ()}
+VIEWS = {"target": ("full", "streaming", "retrieval", *TIDAL), "draft": ("streaming",), "ngram": (), "chimera": ()}
 FORMATS = {"w": ("nf4", "int4"), "kv": ("int4", "int8")}  # of a resident copy of the target's weights, of its keys
 METHODS = {
     "auto": "the fastest of TriForce with whole or 4-bit middle levels and plain decoding, measured as it runs",
     "triforce": "draft or n-grams > target with retrieved keys > target (arXiv 2404.11912)",
+    "chimera": "trees of trained heads' tokens > target (arXiv 2402.15758)",
     "autoregressive": "the target alone, one token a pass",
     "tidal": "APPROXIMATE: the target with a few layers that read all keys (arXiv 2410.05076)",
     "tidal-lossless": "the same as a draft > target, which alone decides the text",
@@ -71,6 +72,8 @@ def method(name: str, *, draft: bool) -> Stack:
         raise UsageError(f"unknown method: {name!r}", "methods are " + ", ".join(METHODS))
     if name == "autoregressive":
         return PLAIN
+    if name == "chimera":
+        return (Spec("chimera"), *PLAIN)
     if name in ("tidal", "tidal-lossless"):
         return (Spec("target", "tidal"), *PLAIN[: name == "tidal-lossless"])
     first = Spec("draft", "streaming") if draft else Spec("ngram")
@@ -156,8 +159,8 @@ class _Reader:
         name = self.peek()
         if name not in VIEWS:
             self.fail("expected a level, one of " + ", ".join(VIEWS))
-        if name == "ngram" and self.seen:
-            self.fail("`ngram` can only be the first level")
+        if name in ("ngram", "chimera") and self.seen:
+            self.fail(f"`{name}` can only be the first level")
         if self.seen and self.seen[-1].decides:
             self.fail("nothing may follow `target(full)`")
         self.take()

@@ -159,7 +159,9 @@ class TidalPass(Pass):
         return *super().key, self.tidal
 
     def moved(self, layout: Layout) -> Self:
-        return type(self)(self.config, self.store, layout, self.tidal)
+        moved = type(self)(self.config, self.store, layout, self.tidal)
+        moved.entering = self.entering
+        return moved
 
     @cached_property
     def count(self) -> Tensor:

@@ -6,10 +6,11 @@ from collections.abc import Iterator, Sequence
 
 from hspec_decoding.device import Shape
 from hspec_decoding.graphs import Clock, Graphs
-from hspec_decoding.levels import Target, _Block
+from hspec_decoding.levels import _Block
 from hspec_decoding.model import Decoder
 from hspec_decoding.rules import Draft
 from hspec_decoding.sequence import Text
+from hspec_decoding.target import Target
 from hspec_decoding.tidal import LastView
 from hspec_decoding.views import Pass
 

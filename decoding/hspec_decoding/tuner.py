@@ -7,7 +7,8 @@ speculation is used only while it is measured to be faster.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from operator import itemgetter
@@ -20,6 +21,7 @@ STALE = 64  # rounds after which a level's measurements are worth renewing
 GUESSED = 0.8  # acceptance of a level of which nothing is known
 # Of what a guessed acceptance lacks to 1, the share that is hoped for: the unknown is tried. The weight of a guess.
 HOPE, GUESS = 0.75, 6.0
+TREES, HALVING = (3, 7, 15, 31, 63), 0.55  # nodes of a tree; tokens to expect of it each time they double
 WORTHWHILE = 0.6  # share of the best rate that a choice must promise to be tried for that
 
 
@@ -39,6 +41,29 @@ class Average:
     @property
     def mean(self) -> float:
         return self.total / self.weight
+
+
+@dataclass
+class Growth:
+    """What trees bring, by the number of their nodes: tokens kept of the branch that was foreseen."""
+
+    deepest: int
+    kept: dict[int, Average] = field(default_factory=dict)
+
+    def learn(self, nodes: int, kept: Sequence[int]) -> None:
+        """Enter what was kept of trees of at most so many nodes."""
+        self.kept.setdefault(nodes, Average(self.brings(nodes), 1)).add(sum(kept), len(kept))
+
+    def brings(self, nodes: int) -> float:
+        """Tokens to expect, where nothing is measured in proportion to the logarithm of the nodes."""
+        nearest = min(self.kept, key=lambda known: abs(known - nodes), default=None)
+        if nearest is None:
+            return HALVING * math.log2(nodes + 1)
+        return self.kept[nearest].mean * math.log2(nodes + 1) / math.log2(nearest + 1)
+
+    def depth(self, nodes: int) -> int:
+        """Tokens of the longest branch that is worth drafting."""
+        return max(1, min(self.deepest, nodes, round(2 * self.brings(nodes)) + 1))
 
 
 @dataclass(frozen=True)
@@ -73,6 +98,8 @@ class Tuner:
     adapt: bool = True  # else always the first chain, at the widths to begin with
     chains: Sequence[tuple[int, ...]] = ()  # levels that may work together, cheapest first; () for all of them
     guesses: Sequence[float] = ()  # per level: the acceptance to begin with
+    trees: Mapping[int, Growth] = field(default_factory=dict)  # levels whose widths are nodes of trees
+    rows: int = 1  # the target's blocks are of a multiple of so many
     rounds: int = 0
     plain_rounds: int = 0
     acceptance: dict[int, Average] = field(
@@ -122,14 +149,14 @@ class Tuner:
         self.rounds += 1
         self.plain_rounds += not plan.levels
         self.used[plan.levels] = self.used.get(plan.levels, 0) + 1
-        self.target.setdefault(drafted, Average()).add(target_seconds, 1)
+        self.target.setdefault(drafted // self.rows * self.rows, Average()).add(target_seconds, 1)
         for level, width, did in zip(plan.levels, plan.widths, used, strict=True):
             self.last[level] = self.rounds
             if did.passes:
                 self.cost.setdefault(level, Average()).add(did.seconds, did.passes)
             self.acceptance[level].add(did.kept, did.kept + did.refused)
             self.seen[level] = self.seen.get(level, 0) + did.kept + did.refused
-            if not self.sequential[level]:
+            if not self.sequential[level] and level not in self.trees:
                 self.yields[level].add(did.proposed / width, did.passes)
 
     def rate(self, plan: Plan) -> float:
@@ -163,6 +190,7 @@ class Tuner:
         """Widths to begin with: the paper's 2 and 6, a whole block of n-grams (arXiv 2404.11912, table 8)."""
         first = [6 if place or not self.sequential[level] else 2 for place, level in enumerate(chain)]
         widths = [min(self.block, self.fixed[level] or width) for level, width in zip(chain, first, strict=True)]
+        widths = [self.fixed[n] or TREES[1] if n in self.trees else w for n, w in zip(chain, widths, strict=True)]
         return Plan(tuple(chain), tuple(widths))
 
     def _best(self, chain: tuple[int, ...]) -> Plan:
@@ -184,6 +212,8 @@ class Tuner:
 
     def _widths(self, level: int) -> Sequence[int]:
         fixed = self.fixed[level]
+        if level in self.trees:
+            return (fixed,) if fixed else TREES
         return (min(fixed, self.block),) if fixed else [w for w in WIDTHS if w <= self.block]
 
     def _renewal(self, plans: Sequence[Plan], rate: float) -> Plan | None:
@@ -219,6 +249,8 @@ class Tuner:
         return self._once((level, width), partial(self._brought, level, width))
 
     def _brought(self, level: int, width: int) -> float:
+        if level in self.trees:
+            return 1 + self.trees[level].brings(width)
         hope = HOPE * (1 - self._guess(level)) * GUESS / (GUESS + self.seen.get(level, 0))
         kept = min(self.acceptance[level].mean + hope, 0.999)
         whole = (1 - kept ** (width + 1)) / (1 - kept)
@@ -239,6 +271,7 @@ class Tuner:
 
     def _seconds_of_target(self, drafted: int) -> float:
         """Between the nearest widths measured; the time of a block is taken to grow evenly."""
+        drafted = drafted // self.rows * self.rows
         below = max((n for n in self.target if n <= drafted), default=None)
         above = min((n for n in self.target if n >= drafted), default=None)
         if below is None or above is None:

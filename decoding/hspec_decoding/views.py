@@ -16,10 +16,11 @@ from typing import TYPE_CHECKING, Protocol, Self
 import torch
 from torch import Tensor
 
-from hspec_decoding.cache import KVStore, Lane, Slots, Store
+from hspec_decoding.cache import Lane, Slots, Store
 from hspec_decoding.config import ModelConfig
 from hspec_decoding.model import Norms
 from hspec_decoding.sequence import Held, Text
+from hspec_decoding.tree import depths
 from hspec_kernels.attention import (
     GROUP,
     PACKED,
@@ -80,11 +81,13 @@ class Layout:
     extent: dict[Lane, list[int]]
     copied: list[int] | None = None  # leading tokens of each sequence that are read from a copy in few bits
     padded: bool = False  # always so many rows, of which the last may be repetitions
+    tree: list[list[int]] | None = None  # of each sequence the masks of its rows, as `Reach.tree`; nothing is `copied`
 
     @property
     def numbers(self) -> list[list[int]]:
-        """What changes from pass to pass, [2 + lanes (+ 1), B]."""
-        return [self.slots, self.positions, *self.first.values(), *([] if self.copied is None else [self.copied])]
+        """What changes from pass to pass, [2 + lanes (+ 1) (+ rows of a tree), B]."""
+        copied, tree = [] if self.copied is None else [self.copied], map(list, zip(*self.tree or (), strict=True))
+        return [self.slots, self.positions, *self.first.values(), *copied, *tree]
 
     def behind(self, fed: Sequence[int], rows: int) -> Layout:
         """The layout of `rows` behind the first `fed[b]` rows of each sequence."""
@@ -121,16 +124,19 @@ class Pass:
         """
         self.config, self.store, self.layout, self.windowed, self.copies = config, store, layout, windowed, copies
         self.recorded: list[Recorded] | None = [] if record else None
+        self.entering: tuple[int, ...] = ()  # layers whose input is wanted in `features` [B, R, (n + 1) hidden]
+        self.features: Tensor | None = None
         self.captured = False  # only `numbers` will be true when this is replayed, and not the layout
 
     @property
     def key(self) -> tuple[object, ...]:
         """What a captured pass must have in common with this one, besides the layout's shape."""
-        return self.store, self.recorded is None, self.copies and id(self.copies)
+        tree = self.layout.tree is not None
+        return self.store, self.recorded is None, self.copies and id(self.copies), self.entering, tree
 
     def moved(self, layout: Layout) -> Self:
         """The same with rows elsewhere."""
-        return type(self)(
+        moved = type(self)(
             self.config,
             self.store,
             layout,
@@ -138,15 +144,29 @@ class Pass:
             record=self.recorded is not None,
             copies=self.copies,
         )
+        moved.entering = self.entering
+        return moved
 
     @cached_property
     def numbers(self) -> Tensor:
-        """int64 [2 + lanes (+ 1), B] on the store's device: slots, positions, first slots by lane, copied."""
+        """int64 [.., B] on the store's device: slots, positions, first slots by lane, copied, masks of a tree."""
         return torch.tensor(self.layout.numbers, device=self.store.device)
 
     @cached_property
     def positions(self) -> Tensor:
-        return self.numbers[1][:, None] + torch.arange(self.layout.rows, device=self.store.device)
+        return self.numbers[1][:, None] + self.behind
+
+    @cached_property
+    def behind(self) -> Tensor:
+        """How far behind row 0 every row stands, [B, R] or [R]: in a tree, its depth."""
+        if self.tree is not None:
+            return depths(self.tree)
+        return torch.arange(self.layout.rows, device=self.store.device)
+
+    @cached_property
+    def tree(self) -> Tensor | None:
+        """The masks of the rows, [B, R]."""
+        return None if self.layout.tree is None else self.numbers[-self.layout.rows :].T.contiguous()
 
     @cached_property
     def reach(self) -> dict[Lane, Reach]:
@@ -166,6 +186,7 @@ class Pass:
             layout.rows,
             tuple(min(n, room) for n in layout.extent[lane]),
             lane if self.windowed and isinstance(lane, int) else None,
+            self.tree,
             start=start,
             span=TAIL,
             known=None if self.captured else tuple(zip(layout.slots, layout.first[lane], strict=True)),
@@ -258,46 +279,6 @@ class FullView:
         if memory.recorded is not None:
             for b, (slot, at) in enumerate(zip(slots, layout.positions, strict=True)):
                 self.recorded[slot] = Verified(memory.recorded, b, at + max(0, layout.rows - QUERIES))
-
-
-class WindowView:
-    """A draft model's own short memory: sinks and recent tokens at window positions (StreamingLLM, arXiv 2309.17453).
-
-    When the window is full it is fed anew from the text's first `sinks` and last `recent` tokens, so that the model
-    never sees a position beyond its training, whatever the length of the text.
-    """
-
-    def __init__(
-        self, config: ModelConfig, store: KVStore, sequences: int, *, sinks: int, recent: int, capacity: int
-    ) -> None:
-        """The window is full at `capacity` tokens; the store needs room for a block more."""
-        self.full = FullView(config, store, sequences)
-        self.sinks, self.recent, self.capacity = sinks, recent, capacity
-        self.step = capacity - sinks - recent
-        self.skipped = [0] * sequences  # tokens left out between the sinks and the window
-
-    def prepare(self, texts: Sequence[Text]) -> float:
-        return self.full.prepare(texts)
-
-    def missing(self, text: Text) -> list[int]:
-        held, skipped = self.full.held[text.slot], self.skipped[text.slot]
-        beyond = len(text) - skipped - self.capacity
-        if beyond > 0:
-            # By whole steps, so that the window depends on the text's length and not on when one looks.
-            self.skipped[text.slot] = skipped = skipped + -(-beyond // self.step) * self.step
-            held.reset()
-        shown = text.tokens[: self.sinks] + text.tokens[self.sinks + skipped :]
-        return held.missing(shown, max(0, text.committed - skipped))
-
-    def fed(self, text: Text, tokens: Sequence[int]) -> None:
-        self.full.fed(text, tokens)
-
-    def forget(self, slot: int) -> None:
-        self.full.forget(slot)
-        self.skipped[slot] = 0
-
-    def begin(self, texts: Sequence[Text], rows: int) -> Pass:
-        return self.full.begin(texts, rows)
 
 
 class InPlaceView:

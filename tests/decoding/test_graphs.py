@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import tiny_engine
+import tiny_heads
 import torch
 from tiny_engine import CPU, answers, contrary, random_decoder, stuck
 from torch import Tensor
@@ -17,6 +18,7 @@ from torch import Tensor
 from hspec_decoding import graphs
 from hspec_decoding.build import resolve
 from hspec_decoding.calibration import Calibration
+from hspec_decoding.chimera.level import Chimera
 from hspec_decoding.device import GPU_SHAPE
 from hspec_decoding.engine import BURST, Engine
 from hspec_decoding.events import Emitted, Round
@@ -57,6 +59,8 @@ class Again:
         self.results.chosen.copy_(again.chosen)
         for old, new in zip(self.results.recorded or [], again.recorded or [], strict=True):
             old[0].copy_(new[0])
+        if self.results.features is not None:
+            self.results.features.copy_(again.features)
 
 
 def recorded(run: Callable[[], Results], device: torch.device) -> tuple[Graph, Results]:
@@ -376,3 +380,71 @@ def test_seconds_go_to_the_level_that_spent_them(monkeypatch: pytest.MonkeyPatch
     draft, middle = (level.tally for level in run.levels.proposers)
     assert round(draft.seconds / 60) == -round(middle.seconds / 60) > 2
     assert 0 < draft.seconds + middle.seconds < 60
+
+
+# heads that draft trees
+
+
+def trees(levels: str, target: Decoder, **settings: Any) -> Engine:
+    run = tiny_engine.engine(levels, target, context=600, **settings)
+    run.parts.heads = tiny_heads.heads(target)
+    return run
+
+
+@pytest.fixture
+def growing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Trees and chains of sizes that change, plain rounds among them."""
+
+    def plan(self: Tuner) -> Plan:
+        levels = tuple(range(len(self.sequential))) if self.rounds % 6 < 5 else ()
+        width = (15, 3, 31, 7, 20)[self.rounds % 5]
+        return Plan(levels, tuple(width if n in self.trees else min(width, 6) for n in levels))
+
+    monkeypatch.setattr(Tuner, "plan", plan)
+
+
+@pytest.mark.usefixtures("growing")
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize(
+    ("levels", "tree"),
+    [
+        ("chimera > target(full)", None),
+        ("chimera > target(full)", 0),
+        ("chimera > target(retrieval:64) > target(full)", 0),
+    ],
+)
+def test_captured_heads(
+    levels: str, tree: int | None, temperature: float, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What they draft is what is drafted without graphs, and the text is the target's."""
+    target = random_decoder()
+    asked = requests(temperature, 30)
+    tiny_heads.learnt(tiny_heads.knowing(monkeypatch), target, asked)
+    plain = tiny_engine.engine("target(full)", target, context=600)
+    wanted = answers(plain, *asked), answers(plain, asked[0])
+    eager = trees(levels, target, tree=tree, exact=False)
+    assert (answers(eager, *asked), answers(eager, asked[0])) == wanted
+    request.getfixturevalue("graphed")
+    run = trees(levels, target, tree=tree)
+    assert (answers(run, *asked), answers(run, asked[0])) == wanted
+    assert run.report().levels[0].kept > 8
+    level = run.levels.proposers[0]
+    assert isinstance(level, Chimera)
+    assert level.graphs
+
+
+@pytest.mark.usefixtures("graphed", "growing")
+def test_one_wait_a_tree(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = trees("chimera > target(full)", random_decoder())
+    speculate, waits = Engine._speculate, []
+
+    def speculating(*args: Any) -> Any:
+        before = Far.waits
+        events = speculate(*args)
+        waits.append(Far.waits - before)
+        return events
+
+    monkeypatch.setattr(Engine, "_speculate", speculating)
+    list(run.generate(Request(tiny_engine.prompt(90, 1), 40)))
+    assert len(waits) > 10
+    assert set(waits) == {1}

@@ -15,13 +15,14 @@ from torch import Tensor
 
 from hspec_decoding.cache import KVStore
 from hspec_decoding.device import CPU_SHAPE, Shape
-from hspec_decoding.levels import Level, ModelLevel, Tally, Target, Verified
+from hspec_decoding.levels import Level, ModelLevel, Tally, Verified
 from hspec_decoding.model import Decoder
 from hspec_decoding.ngram import NGram
 from hspec_decoding.rules import Chooser, Coupled, Draft, Rejection
 from hspec_decoding.sampling import Sampling, SeededDraws
 from hspec_decoding.sequence import Text, speculating
 from hspec_decoding.stack import LONGEST
+from hspec_decoding.target import Target
 from hspec_decoding.views import FullView, View
 
 GREEDY = Coupled()

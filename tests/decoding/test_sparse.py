@@ -16,7 +16,7 @@ from torch import Tensor
 from hspec_decoding.cache import KVStore
 from hspec_decoding.config import ModelConfig
 from hspec_decoding.device import CPU_SHAPE
-from hspec_decoding.levels import ModelLevel, Target
+from hspec_decoding.levels import ModelLevel
 from hspec_decoding.model import Decoder
 from hspec_decoding.rules import Draft
 from hspec_decoding.sequence import Text
@@ -33,6 +33,7 @@ from hspec_decoding.sparse import (
     replaced,
 )
 from hspec_decoding.stack import LONGEST
+from hspec_decoding.target import Target
 from hspec_decoding.views import FullView, Verified
 
 TAIL = 3 * LONGEST  # what a stack leaves room for

@@ -16,12 +16,14 @@ from torch import Tensor
 from hspec_decoding.build import Parts, draft_window
 from hspec_decoding.cache import KVStore
 from hspec_decoding.graphs import Graphs
-from hspec_decoding.levels import ModelLevel, Target
+from hspec_decoding.levels import ModelLevel
 from hspec_decoding.rules import Draft
 from hspec_decoding.sequence import Held, Text
 from hspec_decoding.sparse import SINKS
 from hspec_decoding.stack import LONGEST, Spec
-from hspec_decoding.views import FullView, WindowView
+from hspec_decoding.target import Target
+from hspec_decoding.views import FullView
+from hspec_decoding.window import WindowView
 
 Step = tuple[str, list[int], int]  # what happens to a text, the tokens of it, how many of them count
 

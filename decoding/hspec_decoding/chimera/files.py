@@ -58,10 +58,7 @@ def load(directory: Path | None, target: Decoder, model: str = "MODEL") -> Heads
     `model`: what the user calls it. Raises HspecError where there are none, and for files of another target, short
     ones and such as hold no numbers.
     """
-    found = directory or find(target.config)
-    if found is None or not (found / CONFIG).is_file():
-        where = f"no draft model in `{directory}`" if directory else f"no draft model is here for `{model}`"
-        raise HspecError(where, f"`hspec train chimera -m {model}` makes one")
+    found = place(directory, target.config, model)
     again = f"`hspec train chimera -m {model} --out {found}` makes it anew"
     try:
         config = ChimeraConfig.from_dict(json.loads((found / CONFIG).read_text("utf-8")))
@@ -84,6 +81,15 @@ def load(directory: Path | None, target: Decoder, model: str = "MODEL") -> Heads
     heads.to(target.dtype).requires_grad_(False).eval()
     heads.fold()
     return heads
+
+
+def place(directory: Path | None, target: ModelConfig, model: str) -> Path:
+    """The directory that holds heads: the one given, or where they are kept. Raises HspecError where there are none."""
+    found = directory or find(target)
+    if found is None or not (found / CONFIG).is_file():
+        where = f"no draft model in `{directory}`" if directory else f"no draft model is here for `{model}`"
+        raise HspecError(where, f"`hspec train chimera -m {model}` makes one")
+    return found
 
 
 def find(target: ModelConfig) -> Path | None:

@@ -28,7 +28,7 @@ class Heads(nn.Module):
         self, config: ChimeraConfig, vocabulary: Tensor, embedding: Tensor, rows: Tensor, scale: float = 1.0
     ) -> None:
         """`vocabulary` int64 [Vd]: token ids by draft id. The target's `embedding` [V, hidden] and `rows` [Vd, hidden]
-        of its head, which is used to states of the root mean square `scale`, are referenced; neither trained nor stored.
+        of its head, used on states of root mean square `scale`, are referenced; neither trained nor stored.
         """
         super().__init__()
         c, d = config, config.hidden

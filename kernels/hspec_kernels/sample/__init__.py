@@ -6,10 +6,10 @@ import torch
 from torch import Tensor
 
 from hspec_kernels.pdl import pdl_options
-from hspec_kernels.sample.reference import choose_reference, filtered, gumbel, mix, stream
+from hspec_kernels.sample.reference import choose_reference, filtered, gumbel, gumbel_of, mix, stream
 from hspec_kernels.shapes import on_triton, power_of_two
 
-__all__ = ["choose", "choose_reference", "filtered", "gumbel", "mix", "stream"]
+__all__ = ["choose", "choose_reference", "filtered", "gumbel", "gumbel_of", "mix", "stream"]
 
 TILE = 2048  # tokens of one program
 BLOCK = 32  # tokens whose largest logit alone top-k looks at first

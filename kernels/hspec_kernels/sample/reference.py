@@ -78,12 +78,22 @@ def gumbel(stream: int, position: int, size: int, device: torch.device) -> Tenso
     return -torch.log(-torch.log1p(-uniform(bits(stream, position, size, device))))
 
 
+def gumbel_of(streams: Tensor, positions: Tensor, tokens: Tensor) -> Tensor:
+    """The noise of single tokens: what `gumbel` has for them, of streams, positions and tokens int64."""
+    z = (tokens + 1) * _signed(_WEYL) + _mixed((streams ^ positions) + _signed(_WEYL))
+    return -torch.log(-torch.log1p(-uniform(_shifted(_mixed(z), 11))))
+
+
+def _mixed(z: Tensor) -> Tensor:
+    z = (z ^ _shifted(z, 30)) * _signed(_MIX1)
+    z = (z ^ _shifted(z, 27)) * _signed(_MIX2)
+    return z ^ _shifted(z, 31)
+
+
 def bits(stream: int, position: int, size: int, device: torch.device) -> Tensor:
     """53 random bits [size], int64, of each token at one position of one sequence."""
     z = torch.arange(1, size + 1, device=device) * _signed(_WEYL) + _signed(mix(stream ^ position))
-    z = (z ^ _shifted(z, 30)) * _signed(_MIX1)
-    z = (z ^ _shifted(z, 27)) * _signed(_MIX2)
-    return _shifted(z ^ _shifted(z, 31), 11)
+    return _shifted(_mixed(z), 11)
 
 
 def uniform(bits: Tensor) -> Tensor:
