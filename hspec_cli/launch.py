@@ -73,7 +73,7 @@ def processes(run: Run) -> int:
 
 
 def _fastest(run: Run) -> int:
-    """Of this host's GPUs, where it was measured and nothing speaks for one: the environment, or levels that are of one.
+    """Of this host's GPUs, where it was measured and nothing speaks for one: the environment, or the levels.
 
     The prompt is not known yet: the context that is planned for is the one asked for, or a middling one.
     """
