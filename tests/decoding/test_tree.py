@@ -224,5 +224,5 @@ def test_a_tree_of_one_branch_is_a_chain() -> None:
     chain = run.last.logits([text], [Draft(tokens)])[0]
     tree = run.last.logits([text], [Draft(tokens, tree=Tree(tokens, [0, 1, 2]))])[0]
     torch.testing.assert_close(chain, tree, rtol=1e-4, atol=1e-4)
-    assert Coupled(Sampling()).check([text], [Draft([*tokens], tree=Tree(tokens, [0, 1, 2]))], run.last)
+    assert Coupled().check([text], [Draft([*tokens], tree=Tree(tokens, [0, 1, 2]))], run.last)
     assert run.target.device == CPU

@@ -95,7 +95,7 @@ def test_drafts_are_the_best_nodes(parts: dict[str, bool], temperature: float) -
     sampling = Sampling(temperature, seed=1)
     torch.manual_seed(1)
     tokens, features = torch.randint(2, 320, (140,)).tolist(), torch.randn(140, 3 * 64)
-    shape, text = Shape(4, 3, 12), Text(1, 5, tokens[:2])
+    shape, text = Shape(4, 3, 12), Text(1, 5, tokens[:2], sampling)
     for size in (2, 3, 7, 40, 39, 44, 90, 95, 95, 140):
         same = next((i for i, (a, b) in enumerate(zip(text.tokens, tokens[:size], strict=False)) if a != b), 2)
         at = min(same, len(text), size) - 1
@@ -103,7 +103,7 @@ def test_drafts_are_the_best_nodes(parts: dict[str, bool], temperature: float) -
         level.features.take(1, at, features[at : size - 1] if size - 1 > at else features[size - 2 : size - 1])
         if size - 1 <= at:
             level.features.take(1, size - 2, features[size - 2 : size - 1])
-        ready = level._ready(text, shape, sampling)
+        ready = level._ready(text, shape)
         assert ready is not None
         found = level._drafted([ready], shape)[0].tolist()
         drafted = branches(Tree.of(found[: shape.rows], found[shape.rows :]))
@@ -254,4 +254,4 @@ def test_no_heads() -> None:
 def test_a_text_of_one_token_has_nothing_to_draft_from() -> None:
     target = random_decoder()
     level = Chimera("chimera", heads(target), 320, 1, tree=True)
-    assert level.propose([Text(0, 0, [5])], [9], [7], Coupled(Sampling())) == [Draft([])]
+    assert level.propose([Text(0, 0, [5])], [9], [7], Coupled()) == [Draft([])]
