@@ -262,7 +262,7 @@ class LastView(FullView):
         self.exact = [0] * sequences  # leading tokens whose keys are the target's own
 
     def pays(self, texts: Sequence[Text]) -> bool:
-        """Whether the next pass may leave keys out."""
+        """Whether the next pass may leave keys out: none of its texts is short."""
         return all(self.tidal.pays(len(self.held[text.slot])) for text in texts)
 
     def sparsely(self, texts: Sequence[Text], rows: int) -> Pass:
