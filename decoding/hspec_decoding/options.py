@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from hspec_decoding.sampling import Sampling
 
 RULES = ("coupled", "rejection")
-CORRECT = 64  # tokens after which an approximate target computes their keys again
+CORRECT = 64  # tokens after which an approximate target computes their keys again; 0: never
 
 
 @dataclass(frozen=True)

@@ -208,6 +208,8 @@ class TidalView(InPlaceView):
         super().__init__(config, source, None, sequences)
         self.tidal, self.fed_by_target = tidal, tidal.selection(source.store.device).fed
         source.record = source.record or self.fed_by_target
+        if self.fed_by_target:
+            tidal.fed(source.store)  # made before a pass is captured, not by it
 
     def prepare(self, texts: Sequence[Text]) -> float:
         stale = [text for text in texts if self.base[text.slot] != text.committed - 1]
@@ -256,13 +258,13 @@ class LastView(FullView):
     def __init__(
         self, config: ModelConfig, store: Store, sequences: int, bucket: int, tidal: Tidal, every: int
     ) -> None:
-        """`every`: tokens that are decoded before their keys are computed again by a pass over all keys."""
+        """`every`: tokens that are decoded before their keys are computed again by a pass over all keys; 0: never."""
         super().__init__(config, store, sequences, bucket)
         self.tidal, self.every = tidal, every
         self.exact = [0] * sequences  # leading tokens whose keys are the target's own
 
     def pays(self, texts: Sequence[Text]) -> bool:
-        """Whether the next pass may leave keys out."""
+        """Whether the next pass may leave keys out: none of its texts is short."""
         return all(self.tidal.pays(len(self.held[text.slot])) for text in texts)
 
     def sparsely(self, texts: Sequence[Text], rows: int) -> Pass:
@@ -276,7 +278,7 @@ class LastView(FullView):
 
     def due(self, text: Text) -> bool:
         """Whether so many tokens were added since that they are to be fed again."""
-        return len(self.held[text.slot]) - self.exact[text.slot] >= self.every
+        return 0 < self.every <= len(self.held[text.slot]) - self.exact[text.slot]
 
     def again(self, text: Text) -> list[int]:
         """Forget the tokens that are not the target's own, and what they were."""

@@ -207,6 +207,12 @@ def test_views_of_short_texts_read_everything() -> None:
         assert isinstance(view.begin([text], 1), TidalPass) is sparse
 
 
+def test_keys_may_stay_as_they_were_decoded() -> None:
+    made = engine("target(tidal:64)", correct=0)
+    answer(made, Request(prompt(200), 30))
+    assert made.last.view.exact == [199]  # type: ignore[attr-defined]
+
+
 def test_settings_reach_the_view() -> None:
     made = engine("target(tidal:64)", correct=12)
     assert Settings().correct == 64
