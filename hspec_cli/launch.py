@@ -70,7 +70,8 @@ def _fastest(run: Run) -> int:
 
     The prompt is not known yet: the context that is planned for is the one asked for, or a middling one.
     """
-    if run.device == "cpu" or ":" in run.device or "tidal" in f"{run.method} {run.levels}" or VISIBLE in os.environ:
+    one = run.device == "cpu" or ":" in run.device or "tidal" in f"{run.method} {run.levels}" or VISIBLE in os.environ
+    if one or present() < 2:
         return 1
     from hspec_profiles.profile import saved_profile
 
@@ -92,6 +93,11 @@ def _fastest(run: Run) -> int:
         return max(1, len(plan(profile, model, work, may).gpus))
     except HspecError:  # which the run itself will say
         return 1
+
+
+def present() -> int:
+    """NVIDIA GPUs that the kernel shows; no library is asked."""
+    return len([*Path("/dev").glob("nvidia[0-9]*")])
 
 
 def start(command: Sequence[str], count: int) -> int:

@@ -96,6 +96,7 @@ class Scripted:
     script: Callable[[Any], Iterator[Any]]
     note: str | None = None
     plan: object = None
+    ranks: object = None
 
     def __init__(self) -> None:
         self.notes = ["a note of the engine"]
