@@ -78,7 +78,7 @@ def _fastest(run: Run) -> int:
     The prompt is not known yet: the context that is planned for is the one asked for, or a middling one.
     """
     alone = run.jsonl or run.uses_chimera or "tidal" in f"{run.method} {run.levels}"
-    if alone or run.device == "cpu" or ":" in run.device or VISIBLE in os.environ:
+    if alone or run.device == "cpu" or ":" in run.device or VISIBLE in os.environ or present() < 2:
         return 1
     from hspec_profiles.profile import saved_profile
 
@@ -100,6 +100,11 @@ def _fastest(run: Run) -> int:
         return max(1, len(plan(profile, model, work, may).gpus))
     except HspecError:  # which the run itself will say
         return 1
+
+
+def present() -> int:
+    """NVIDIA GPUs that the kernel shows; no library is asked."""
+    return len([*Path("/dev").glob("nvidia[0-9]*")])
 
 
 def start(command: Sequence[str], count: int) -> int:

@@ -48,7 +48,8 @@ def run(case: Mapping[str, Any], ranks: Ranks | None = None) -> list[list[int]]:
     """
     drafts = case.get("drafts", [None])
     draft = drafts[(ranks.rank if ranks else 0) % len(drafts)]
-    settings = Settings(**{"device": "cpu", "dtype": "float32", **case["settings"]})
+    device = str(ranks.device) if ranks else "cpu"
+    settings = Settings(**{"device": device, "dtype": "float32", **case["settings"]})
     plan = read_plan(Path(case["plan"])) if "plan" in case else None
     engine = Engine.load(
         Checkpoint.open(Path(case["model"])),
@@ -74,8 +75,10 @@ def run(case: Mapping[str, Any], ranks: Ranks | None = None) -> list[list[int]]:
     return list(found.values())
 
 
-def start(folder: Path, cases: Mapping[str, Mapping[str, Any]], size: int = 2) -> list[dict[str, list[list[int]]]]:
-    """What every rank found for every case."""
+def start(
+    folder: Path, cases: Mapping[str, Mapping[str, Any]], size: int = 2, device: str = "cpu"
+) -> list[dict[str, list[list[int]]]]:
+    """What every rank found for every case; GPUs are shared where there are too few."""
     folder.mkdir()
     (folder / "cases.json").write_text(json.dumps(cases))
     code = "import sys; import ranks_tools; ranks_tools.member(*sys.argv[1:])"
@@ -84,11 +87,10 @@ def start(folder: Path, cases: Mapping[str, Mapping[str, Any]], size: int = 2) -
         "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
         "GLOO_SOCKET_IFNAME": "lo",
         "OMP_NUM_THREADS": "1",
-        "CUDA_VISIBLE_DEVICES": "",
     }
-    argv: Sequence[str] = [sys.executable, "-c", code, str(folder), str(size)]
+    argv: Sequence[str] = [sys.executable, "-c", code, str(folder), device, str(size)]
     ranks = [subprocess.Popen([*argv, str(rank)], env=environment, stderr=subprocess.PIPE) for rank in range(size)]
-    errors = [rank.communicate(timeout=120)[1].decode() for rank in ranks]
+    errors = [rank.communicate(timeout=300)[1].decode() for rank in ranks]
     assert not [rank.returncode for rank in ranks if rank.returncode], "\n".join(errors)
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(size)]
 
@@ -98,11 +100,18 @@ def small_units() -> None:
     host_kv.UNIT, host_kv.UNIT_BYTES = 32, 1
 
 
-def member(folder: str, size: str, rank: str) -> None:
+def member(folder: str, kind: str, size: str, rank: str) -> None:
     """The program of a rank. All but the first have clocks that say anything."""
     torch.set_num_threads(1)
     small_units()
-    ranks = Ranks(int(rank), int(size), CPU, FileStore(f"{folder}/store", int(size)))
+    device, shared = CPU, False
+    if kind == "cuda":
+        device, shared = (
+            torch.device("cuda", int(rank) % torch.cuda.device_count()),
+            torch.cuda.device_count() < int(size),
+        )
+        torch.cuda.set_device(device)
+    ranks = Ranks(int(rank), int(size), device, FileStore(f"{folder}/store", int(size)), shared=shared)
     if ranks.rank:
         learn, random = Tuner.learn, Random(0)
 
@@ -115,3 +124,4 @@ def member(folder: str, size: str, rank: str) -> None:
     found = {name: run(case, ranks) for name, case in cases.items()}
     Path(folder, f"{rank}.json").write_text(json.dumps(found))
     ranks.end()
+    os._exit(0)

@@ -228,6 +228,7 @@ def test_as_many_gpus_as_the_profile_says_are_fastest(
     monkeypatch: pytest.MonkeyPatch, words: dict[str, Any], count: int
 ) -> None:
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr("hspec_cli.launch.present", lambda: 2)
     monkeypatch.setattr("hspec_profiles.profile.saved_profile", lambda: load_profile("2x-rtx-4090"))
     assert processes(Run(**{"model": "llama2-7b-128k", "offline": True, **words})) == count
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")

@@ -97,6 +97,7 @@ class Scripted:
     note: str | None = None
     plan: object = None
     stacks: tuple[Any, ...] = ()
+    ranks: object = None
 
     def __init__(self) -> None:
         self.notes = ["a note of the engine"]

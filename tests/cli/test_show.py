@@ -39,7 +39,7 @@ def told(made: Report, reason: str = "eos", run: Run | None = None, **sampling: 
     ids = list(range(128))
     stream = SimpleNamespace(stopped=reason == "stop", consumed=100, text="[bold]é\u2028")
     job = SimpleNamespace(sampling=Sampling(**sampling), context=5000, draft_name=None)
-    engine = SimpleNamespace(dtype="bfloat16", device="cpu")
+    engine = SimpleNamespace(dtype="bfloat16", device="cpu", ranks=None)
     spoken = show.Spoken(cast(Any, stream), True, ids, reason)
     run = run or Run(method="triforce")
     return show.Told(run, cast(Any, job), cast(Any, engine), spoken, made, 0.5)

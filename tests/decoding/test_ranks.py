@@ -151,6 +151,25 @@ def test_three_ranks(cases: Mapping[str, Mapping[str, Any]], found: Found, tmp_p
     assert [rank[name] for rank in three] == [found[0]["even heads, plain"]] * 3
 
 
+@pytest.mark.gpu
+def test_ranks_on_gpus(tmp_path: Path) -> None:
+    """One for each where there are two, by NCCL and in graphs; else both on one, by gloo."""
+    shape = {"hidden_size": 256, "head_dim": 64, **SMALL}
+    base = {
+        "model": str(write(tmp_path / "model", **shape)),
+        "drafts": [str(write(tmp_path / "draft", seed=1, **shape))],
+    }
+    cases = {
+        f"{stack}, {dtype}": {**base, "settings": {**STACKS[stack], "dtype": dtype}}
+        for stack in STACKS
+        for dtype in ("bfloat16", "float32")
+    }
+    first, second = start(tmp_path / "ranks", cases, device="cuda")
+    assert first == second
+    for name in cases:
+        assert first[name] == first["plain, " + name.split(", ")[1]], name
+
+
 # --- shares ------------------------------------------------------------------------------------------------------
 
 
