@@ -28,6 +28,7 @@ from hspec_decoding.launches import tune_launches
 from hspec_decoding.levels import ModelLevel, Tally, count
 from hspec_decoding.load import choose_stacks, load_decoder, worthwhile
 from hspec_decoding.model import Decoder
+from hspec_decoding.ngram import NGram
 from hspec_decoding.options import Request, Settings
 from hspec_decoding.place import cap, fitting_stacks, kv_place, planned_shape, planned_stacks, ring_of
 from hspec_decoding.retrospect import choices, fall_back, most_used
@@ -303,7 +304,7 @@ class Engine:
                     seconds = level.rehearse(texts, rows)
                 if seconds is not None:
                     self.tuner.cost[n] = Average(seconds, 1)
-            elif self.last.graphs:
+            elif self.last.graphs and isinstance(level, NGram):
                 self.tuner.cost[n] = Average(0.0, 1)
         self.setup_seconds = time.perf_counter() - started
 

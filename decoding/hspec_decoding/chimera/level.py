@@ -91,6 +91,7 @@ class Chimera:
         not known.
         """
         tokens, held, config = text.tokens, self.held[text.slot], self.heads.config
+        by = text.sampling or sampling
         missing, last = held.missing(tokens, text.committed), len(tokens) - 2
         wanted = range(max(0, len(tokens) - len(missing) - 1), last + 1)
         positions, parts = self.features.find(
@@ -111,9 +112,9 @@ class Chimera:
             text.slot,
             len(tokens),
             fresh - 1,
-            bits(min((text.sampling or sampling).temperature, HOTTEST)),
-            bits((text.sampling or sampling).top_p),
-            stream((text.sampling or sampling).seed, text.key),
+            bits(min(by.temperature, HOTTEST)),
+            bits(by.top_p),
+            stream(by.seed, text.key),
             positions + [0] * lacking,
             [cache.slot(t) for t in positions] + [cache.nowhere] * lacking,
             [token for trigram in trigrams for token in trigram] + [0] * 3 * lacking,

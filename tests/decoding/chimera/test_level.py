@@ -17,8 +17,8 @@ from hspec_decoding.chimera.drafting import Shape
 from hspec_decoding.chimera.heads import Heads
 from hspec_decoding.chimera.level import Chimera
 from hspec_decoding.engine import Engine
-from hspec_decoding.model import Decoder
 from hspec_decoding.load import choose_stacks
+from hspec_decoding.model import Decoder
 from hspec_decoding.options import Request, Settings
 from hspec_decoding.rules import Coupled, Draft
 from hspec_decoding.sampling import Sampling
