@@ -20,7 +20,7 @@ def heads(drafts: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> 
     """Heads for the target that were not trained."""
     checkpoint = Checkpoint.open(drafts["target"])
     target = load_decoder(checkpoint, torch.float32, torch.device("cpu"), context=64, vocabulary=None)
-    config = ChimeraConfig.for_target(checkpoint.config)
+    config = ChimeraConfig.for_target(checkpoint.config, vocabulary=64)
     directory = tmp_path_factory.mktemp("heads")
     save(directory, made(config, torch.arange(config.vocabulary), target))
     return directory

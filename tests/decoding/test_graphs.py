@@ -387,7 +387,7 @@ def test_captured_heads(
     assert run.report().levels[0].kept > 5
     level = run.levels.proposers[0]
     assert isinstance(level, Chimera)
-    assert level.graphs
+    assert level.drafting.captured
 
 
 @pytest.mark.usefixtures("graphed", "growing")

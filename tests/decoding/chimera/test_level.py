@@ -13,7 +13,7 @@ from tiny_engine import CPU, answers, random_decoder
 from tiny_heads import heads, learnt
 from torch import Tensor
 
-from hspec_decoding.chimera.drafting import Shape
+from hspec_decoding.chimera.drafting import Drafting, Shape
 from hspec_decoding.chimera.heads import Heads
 from hspec_decoding.chimera.level import Chimera
 from hspec_decoding.engine import Engine
@@ -91,7 +91,7 @@ def expected(level: Chimera, text: Text, shape: Shape, sampling: Sampling, featu
 def test_drafts_are_the_best_nodes(parts: dict[str, bool], temperature: float) -> None:
     """Of a text that grows and is taken back in pieces of all sizes, within its window and beyond."""
     target = random_decoder()
-    level = Chimera("chimera", heads(target, "calm", **parts), 320, 2, tree=True)
+    level = Chimera("chimera", Drafting(heads(target, "calm", **parts), 2), 320, 2, tree=True)
     sampling = Sampling(temperature, seed=1)
     torch.manual_seed(1)
     tokens, features = torch.randint(2, 320, (140,)).tolist(), torch.randn(140, 3 * 64)
@@ -253,5 +253,5 @@ def test_no_heads() -> None:
 
 def test_a_text_of_one_token_has_nothing_to_draft_from() -> None:
     target = random_decoder()
-    level = Chimera("chimera", heads(target), 320, 1, tree=True)
+    level = Chimera("chimera", Drafting(heads(target), 1), 320, 1, tree=True)
     assert level.propose([Text(0, 0, [5])], [9], [7], Coupled(Sampling())) == [Draft([])]
