@@ -98,7 +98,7 @@ class Trainer:
         self.target, self.corpus, self.recipe, self.directory = target, corpus, recipe, directory
         self.course = Course()
         gpu = target.device.type == "cuda"
-        self.accelerator = Accelerator(mixed_precision="bf16" if gpu else "no", cpu=not gpu)
+        self.accelerator = Accelerator(mixed_precision="bf16" if gpu else "no", cpu=not gpu, device_placement=False)
         self.module = cast(nn.Module, student)
         trained = [p for p in self.module.parameters() if p.requires_grad]
         made = torch.optim.AdamW(trained, lr=recipe.rate, betas=BETAS, weight_decay=0.0, fused=gpu)
