@@ -223,10 +223,7 @@ def main() -> None:
     weights = sum(torch.Size(shape).numel() for shape in config.tensors().values()) * target.dtype.itemsize
     read = weights + kv_bytes(config.layers, config.kv_heads, config.head_dim, 512, target.dtype.itemsize)
     say(f"{bench.engine.device}, {bench.engine.dtype}, torch {torch.__version__}")
-    say(
-        f"ceiling of plain decoding: {rate / read:.1f} tokens a second, "
-        f"{read / 1e6:.0f} MB each at {rate / 1e9:.1f} GB/s"
-    )
+    say(f"ceiling of plain decoding: {rate / read:.1f} tokens a second, {read / 1e6:.0f} MB at {rate / 1e9:.1f} GB/s")
     results: Row = {"target": bench.options.target, "device": bench.engine.device, "dtype": bench.engine.dtype}
     results |= {"torch": torch.__version__, "ceiling": rate / read, "new": bench.options.new, "seed": 1}
     printed(bench.options.only, {name: partial(section, bench) for name, section in SECTIONS.items()}, results)

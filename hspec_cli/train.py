@@ -126,6 +126,11 @@ class Train(Command):
         with progress(voice) as shown:
             return _Training(self, voice, shown).run()
 
+    @property
+    @abstractmethod
+    def kind(self) -> str:
+        """What is trained, in a word that another training must share to be taken up."""
+
     @abstractmethod
     def place(self, target: ModelConfig) -> Path:
         """Where the result goes. Raises UsageError where that must be said."""
@@ -156,6 +161,10 @@ class Chimera(Train):
             help="whole; or for comparison no-trigram, no-block, no-residual, medusa (independent heads).",
         ),
     ] = "whole"
+
+    @property
+    def kind(self) -> str:
+        return self.variant
 
     def place(self, target: ModelConfig) -> Path:
         """The directory that was given, else where `hspec run` looks."""
@@ -194,6 +203,10 @@ class Draft(Train):
     layers: Annotated[
         int, Option("--layers", parser=whole("--layers", 1, 16), metavar="N", help="Layers of the draft.")
     ] = 2
+
+    @property
+    def kind(self) -> str:
+        return f"draft of {self.layers}"
 
     def place(self, target: ModelConfig) -> Path:  # noqa: ARG002
         """The directory that was given."""
@@ -245,7 +258,9 @@ class _Training:
             raise UsageError(f"`--length` asks for {ask.length:,} tokens, `{ask.model}` holds {config.context:,}")
         place, student = ask.place(config), ask.numbers(config)
         bits = int(ask.target_bits)
-        wanted = Ask(place / WORK, ask.tokens, ask.length, ask.seed, ask.steps, _seconds(ask.minutes), ask.rate, bits)
+        wanted = Ask(
+            place / WORK, ask.tokens, ask.length, ask.seed, ask.steps, _seconds(ask.minutes), ask.rate, bits, ask.kind
+        )
         cut = cost(config, student, ask.length, bits, dtype, device)
         recipe = wanted.recipe(config.hidden_size, cut)
         self._foretell(student, cut, recipe, device)

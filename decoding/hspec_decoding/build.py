@@ -12,6 +12,7 @@ import torch
 from hspec_decoding.cache import KVStore, Store
 from hspec_decoding.calibration import Calibration, find
 from hspec_decoding.chimera import files
+from hspec_decoding.chimera.drafting import Drafting
 from hspec_decoding.chimera.heads import Heads
 from hspec_decoding.chimera.level import Chimera
 from hspec_decoding.device import Shape
@@ -106,6 +107,7 @@ class Parts:
         self.calibration: Calibration | None = None  # of the target, for tidal levels
         self.tidals: dict[tuple[str | None, int | None], Tidal] = {}  # by view and budget
         self.heads: Heads | None = None  # Chimera's
+        self.draftings: dict[int, Drafting] = {}  # what they draft in, by the heads
         self.graphs: dict[int, Graphs] = {}
         for decoder in (target, draft, *self.quantized.values()):
             self._graph(decoder)
@@ -184,6 +186,14 @@ class Parts:
             self.heads = files.load(Path(name).expanduser() if name else None, self.target)
         return self.heads
 
+    def drafting(self, sequences: int) -> Drafting:
+        """Memory, and graphs over it, in which heads draft for so many sequences."""
+        heads = self.chimera()
+        known = self.draftings.get(id(heads))
+        if known is None or known.sequences < sequences:
+            known = self.draftings[id(heads)] = Drafting(heads, sequences)
+        return known
+
     def make_room(self) -> None:
         """Drop what decoding makes anew, before a prompt is read that needs the memory."""
         for decoder in self.quantized.values():
@@ -209,6 +219,7 @@ class Parts:
         self.stores.clear()
         self.copies.clear()
         self.prompts.clear()
+        self.draftings.clear()
         self._forget_graphs()
 
     def _graph(self, decoder: Decoder | None) -> None:
@@ -311,7 +322,8 @@ def _level(spec: Spec, time: int, parts: Parts, full: FullView, select: str, tre
         return NGram(parts.target.vocabulary, sequences)
     if spec.name == "chimera":
         captured = id(parts.target) in parts.graphs
-        return Chimera(name, parts.chimera(), parts.target.vocabulary, sequences, tree=tree, captured=captured)
+        drafting = parts.drafting(sequences)
+        return Chimera(name, drafting, parts.target.vocabulary, sequences, tree=tree, captured=captured)
     if spec.name == "draft":
         if parts.draft is None:
             raise UsageError("this stack has a `draft` level and no draft model was given", "name one: `--draft-model`")

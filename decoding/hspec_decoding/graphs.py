@@ -179,7 +179,9 @@ class Graphs:
         last = torch.tensor([n - 1 for n in fed])[:, None].to(self.decoder.device, non_blocking=True)
         first = self.replay(tokens, memory, noise, clock)
         chosen = [first.chosen.gather(1, last)[:, 0]]
-        features = [] if first.features is None else [first.features[torch.arange(len(fed)), last[:, 0]]]
+        features = (
+            [] if first.features is None else [first.features[torch.arange(len(fed), device=last.device), last[:, 0]]]
+        )
         for step in range(steps - 1):
             stepped = rounded(layout.behind([step] * len(fed), rows))
             drawn = replace(noise, after=[at + step for at in after])

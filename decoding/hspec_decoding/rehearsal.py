@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from hspec_decoding.build import Levels
 from hspec_decoding.levels import ModelLevel
+from hspec_decoding.ngram import NGram
 from hspec_decoding.sequence import Text
 from hspec_decoding.tuner import Average, Tuner
 
@@ -26,5 +27,5 @@ def rehearse(levels: Levels, tuner: Tuner, texts: Sequence[Text]) -> None:
                 seconds = level.rehearse(texts, rows)
             if seconds is not None:
                 tuner.cost[n] = Average(seconds, 1)
-        elif last.graphs:
+        elif last.graphs and isinstance(level, NGram):
             tuner.cost[n] = Average(0.0, 1)

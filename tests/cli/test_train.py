@@ -162,6 +162,9 @@ def test_text_of_other_settings_is_not_taken_up(
     code, _, err = chimera(capsys, target, "--out", str(tmp_path), "--seed", "9")
     assert code == 1
     assert "holds text that was made with other settings: seed" in err
+    code, _, err = chimera(capsys, target, "--out", str(tmp_path), "--variant", "medusa")
+    assert code == 1
+    assert "holds a training that was begun with another kind" in err
 
 
 def test_a_curve_has_a_cell_for_each_part(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -127,7 +127,7 @@ def test_choices_are_the_engines_own() -> None:
 @pytest.mark.parametrize(
     ("argv", "said"),
     [
-        (["--method", "tri"], ("--method", "auto, triforce, autoregressive", "'tri'")),
+        (["--method", "tri"], ("--method", "auto, triforce, chimera", "'tri'")),
         (["--rule", "x"], ("coupled, rejection",)),
         (["--select", "x"], ("verify-fed, paper",)),
         (["--dtype", "int3"], ("auto, float32, bfloat16, float16",)),
@@ -142,6 +142,12 @@ def test_choices_are_the_engines_own() -> None:
         (["--top-k", "-1"], ("0 or more",)),
         (["--gamma", "64"], ("from 1 to 63", "64")),
         (["--budget", "0"], ("--budget",)),
+        (["--method", "chimera", "--tree", "64"], ("--tree", "from 1 to 63", "64")),
+        (["--tree", "7"], ("--tree", "--method chimera")),
+        (["--levels", "ngram > target(full)", "--heads", "x"], ("--heads", "--method chimera")),
+        (["--method", "chimera", "--tree", "7", "--rule", "rejection"], ("coupled", "--tree off")),
+        (["--method", "chimera", "--offload"], ("chimera", "--offload")),
+        (["--levels", "target(retrieval) > chimera > target(full)"], ("column 21", "first level")),
         (["-c", "0"], ("--ctx", "1 or more")),
         (["--seed", "-1"], ("--seed", "from 0 to 9223372036854775807")),
         (["--seed", str(2**63)], ("--seed",)),

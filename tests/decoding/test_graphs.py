@@ -421,16 +421,16 @@ def test_captured_heads(
     asked = requests(temperature, 30)
     tiny_heads.learnt(tiny_heads.knowing(monkeypatch), target, asked)
     plain = tiny_engine.engine("target(full)", target, context=600)
-    wanted = answers(plain, *asked), answers(plain, asked[0])
+    wanted = answers(plain, asked[0]), answers(plain, *asked)
     eager = trees(levels, target, tree=tree, exact=False)
-    assert (answers(eager, *asked), answers(eager, asked[0])) == wanted
+    assert (answers(eager, asked[0]), answers(eager, *asked)) == wanted
     request.getfixturevalue("graphed")
     run = trees(levels, target, tree=tree)
-    assert (answers(run, *asked), answers(run, asked[0])) == wanted
-    assert run.report().levels[0].kept > 8
+    assert (answers(run, asked[0]), answers(run, *asked)) == wanted
+    assert run.report().levels[0].kept > 5
     level = run.levels.proposers[0]
     assert isinstance(level, Chimera)
-    assert level.graphs
+    assert level.drafting.captured
 
 
 @pytest.mark.usefixtures("graphed", "growing")

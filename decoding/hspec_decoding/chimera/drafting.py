@@ -9,15 +9,20 @@ temperature 0 is q. So trees hold what this seed will say, and not what might be
 from __future__ import annotations
 
 import math
+import time
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from hspec_decoding import graphs
 from hspec_decoding.chimera.heads import Heads
+from hspec_decoding.graphs import Graph, Results
+from hspec_decoding.stack import LONGEST
 from hspec_decoding.tree import NOWHERE, best, grafted
 from hspec_kernels.sample import gumbel_of
 
+DRAFTED = LONGEST + 1  # rows that are drafted from, at most
 FRESH = 16  # verified tokens at most that a drafting is fed
 CANDIDATES = 64  # likeliest tokens that noise is looked up for
 SLACK = 128  # slots behind a window, so that what was taken back has not been written over
@@ -118,9 +123,19 @@ class Cache:
 class Drafting:
     """Heads over their cache."""
 
-    def __init__(self, heads: Heads, sequences: int, drafted: int) -> None:
-        """`drafted`: rows of a tree that are drafted from, at most."""
-        self.heads, self.cache = heads, Cache(heads, sequences, drafted)
+    def __init__(self, heads: Heads, sequences: int) -> None:
+        self.heads, self.sequences = heads, sequences
+        self.cache = Cache(heads, sequences, DRAFTED)
+        self.captured: dict[tuple[int, Shape], Captured] = {}  # by the number of texts
+
+    def replay(self, numbers: Tensor, features: Tensor, shape: Shape) -> tuple[Tensor, float]:
+        """`draft` by a graph, valid until its next replay; seconds that capturing it took."""
+        key, seconds = (len(numbers), shape), 0.0
+        if key not in self.captured:
+            started = time.perf_counter()
+            self.captured[key] = Captured.of(self, numbers, features, shape)
+            seconds = time.perf_counter() - started
+        return self.captured[key].replay(numbers, features), seconds
 
     @torch.inference_mode()
     def absorb(self, slot: int, positions: list[int], trigrams: list[list[int]], features: Tensor) -> None:
@@ -208,6 +223,34 @@ class Drafting:
         chance = (likely + heat * noise).masked_fill(dropped, float("-inf")).log_softmax(-1)
         chance, kept = chance.topk(count, -1)
         return chance.clamp(LEAST, 0) - STEP, token.gather(-1, kept)
+
+
+@dataclass(frozen=True)
+class Captured:
+    """A drafting of one shape as a graph, with what it reads and writes."""
+
+    graph: Graph
+    found: Tensor
+    numbers: Tensor
+    features: Tensor
+
+    @classmethod
+    def of(cls, drafting: Drafting, numbers: Tensor, features: Tensor, shape: Shape) -> Captured:
+        """The graph of a draft, with its first inputs."""
+
+        def run() -> Results:
+            found = drafting.draft(numbers, features, shape)
+            return Results(features.new_zeros(0), found, None)
+
+        graph, results = graphs._recorded(run, numbers.device)
+        return cls(graph, results.chosen, numbers, features)
+
+    def replay(self, numbers: Tensor, features: Tensor) -> Tensor:
+        """What is drafted of other inputs."""
+        self.numbers.copy_(numbers, non_blocking=True)
+        self.features.copy_(features)
+        self.graph.replay()
+        return self.found
 
 
 def _of(tensor: Tensor, rows: Tensor) -> Tensor:

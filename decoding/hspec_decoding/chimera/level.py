@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import islice
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hspec_decoding import graphs
 from hspec_decoding.chimera.drafting import FRESH, NOWHERE, Drafting, Given, Shape, bits
-from hspec_decoding.chimera.heads import Heads
 from hspec_decoding.chimera.notes import Features
-from hspec_decoding.graphs import Ahead, Graph, Mark, Results
+from hspec_decoding.graphs import Ahead, Mark
 from hspec_decoding.levels import Tally
 from hspec_decoding.ngram import NGram, certain
 from hspec_decoding.rules import Chooser, Coupled, Draft
@@ -26,7 +22,6 @@ from hspec_decoding.tuner import Growth
 from hspec_kernels.sample import stream
 
 DEPTH = 8  # tokens of the longest branch
-DRAFTED = LONGEST + 1  # rows that are drafted from, at most
 HOTTEST = 1e6  # temperature
 
 
@@ -36,20 +31,20 @@ class Chimera:
     guess = 0.6
 
     def __init__(
-        self, name: str, heads: Heads, vocabulary: int, sequences: int, *, tree: bool, captured: bool = False
+        self, name: str, drafting: Drafting, vocabulary: int, sequences: int, *, tree: bool, captured: bool = False
     ) -> None:
         """`tree`: what is proposed are trees, to the target itself. `captured`: drafts are replays of graphs."""
-        self.name, self.heads, self.tally, self.captured = name, heads, Tally(), captured
-        config = heads.config
+        self.name, self.heads, self.tally, self.captured = name, drafting.heads, Tally(), captured
+        config = self.heads.config
         self.growth = Growth(DEPTH) if tree else None
         self.sequential = not tree
         self.shown = config.window + LONGEST  # rows that a window shows, or will when what is speculated is taken back
         self.features = Features(config.entering, config.sinks, self.shown)
-        self.drafting = Drafting(heads, sequences, DRAFTED)
+        self.drafting = drafting
+        drafting.cache.places.fill_(-1)
         self.ngram = NGram(vocabulary, sequences)
         self.vocabulary = vocabulary
         self.held = [Held() for _ in range(sequences)]  # row t was given the tokens up to x_{t+1}
-        self.graphs: dict[tuple[int, Shape], _Captured] = {}
 
     def read(self, text: Text) -> None:
         self.ngram.read(text)
@@ -89,6 +84,7 @@ class Chimera:
         not known.
         """
         tokens, held, config = text.tokens, self.held[text.slot], self.heads.config
+        by = text.sampling
         missing, last = held.missing(tokens, text.committed), len(tokens) - 2
         wanted = range(max(0, len(tokens) - len(missing) - 1), last + 1)
         positions, parts = self.features.find(
@@ -109,9 +105,9 @@ class Chimera:
             text.slot,
             len(tokens),
             fresh - 1,
-            bits(min(text.sampling.temperature, HOTTEST)),
-            bits(text.sampling.top_p),
-            stream(text.sampling.seed, text.key),
+            bits(min(by.temperature, HOTTEST)),
+            bits(by.top_p),
+            stream(by.seed, text.key),
             positions + [0] * lacking,
             [cache.slot(t) for t in positions] + [cache.nowhere] * lacking,
             [token for trigram in trigrams for token in trigram] + [0] * 3 * lacking,
@@ -134,12 +130,9 @@ class Chimera:
         features = torch.stack([features for _, features in told])
         if not self.captured:
             return self.drafting.draft(numbers, features, shape)
-        key = len(told), shape
-        if key not in self.graphs:
-            started = time.perf_counter()
-            self.graphs[key] = _Captured.of(self.drafting, numbers, features, shape)
-            self.tally.seconds -= time.perf_counter() - started
-        return self.graphs[key].replay(numbers, features)
+        found, capturing = self.drafting.replay(numbers, features, shape)
+        self.tally.seconds -= capturing
+        return found
 
     def _ahead(
         self, drafts: list[Draft], going: Sequence[int], limits: Sequence[int], found: Tensor, shape: Shape
@@ -164,29 +157,3 @@ class Chimera:
             else:
                 drafts[b] = Draft(ahead.places(n, min(nodes, limits[b])), ahead=ahead)
         return drafts
-
-
-@dataclass(frozen=True)
-class _Captured:
-    """A drafting of one shape as a graph, with what it reads and writes."""
-
-    graph: Graph
-    found: Tensor
-    numbers: Tensor
-    features: Tensor
-
-    @classmethod
-    def of(cls, drafting: Drafting, numbers: Tensor, features: Tensor, shape: Shape) -> _Captured:
-        def run() -> Results:
-            found = drafting.draft(numbers, features, shape)
-            return Results(features.new_zeros(0), found, None)
-
-        graph, results = graphs._recorded(run, numbers.device)
-        return cls(graph, results.chosen, numbers, features)
-
-    def replay(self, numbers: Tensor, features: Tensor) -> Tensor:
-        """What is drafted of other inputs; valid until the next replay."""
-        self.numbers.copy_(numbers, non_blocking=True)
-        self.features.copy_(features)
-        self.graph.replay()
-        return self.found

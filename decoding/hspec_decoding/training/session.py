@@ -41,6 +41,7 @@ class Ask:
     seconds: float | None = None
     rate: float | None = None
     bits: int = 16
+    kind: str = ""  # what is trained, in a word
 
     def recipe(self, hidden: int, cut: cost.Cost) -> Recipe:
         """Steps that fit, or those of the training that was begun; where minutes are given, the clock ends it."""
@@ -49,7 +50,7 @@ class Ask:
         step = rows * parts * self.length
         steps = self.steps or max(1, (1000 if self.seconds else PASSES) * self.tokens // step)
         rate = self.rate or RATE * RATED / hidden
-        return Recipe(steps, rows, parts, rate, self.seed, self.seconds)
+        return Recipe(steps, rows, parts, rate, self.seed, self.seconds, self.kind)
 
 
 def load(checkpoint: Checkpoint, ask: Ask, dtype: torch.dtype, device: torch.device, vocabulary: int) -> Decoder:

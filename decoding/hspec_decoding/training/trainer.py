@@ -51,6 +51,7 @@ class Recipe:
     rate: float
     seed: int
     seconds: float | None = None  # the schedule then follows the clock
+    kind: str = ""  # of student
     measure: float = 30.0  # seconds between two looks at the held-out rows
     held: int = 64  # rows of them, at most
     save: float = 60.0  # seconds between two states, and 20 times what it takes to write one
@@ -97,7 +98,7 @@ class Trainer:
         self.target, self.corpus, self.recipe, self.directory = target, corpus, recipe, directory
         self.course = Course()
         gpu = target.device.type == "cuda"
-        self.accelerator = Accelerator(mixed_precision="bf16" if gpu else "no", cpu=not gpu)
+        self.accelerator = Accelerator(mixed_precision="bf16" if gpu else "no", cpu=not gpu, device_placement=False)
         self.module = cast(nn.Module, student)
         trained = [p for p in self.module.parameters() if p.requires_grad]
         made = torch.optim.AdamW(trained, lr=recipe.rate, betas=BETAS, weight_decay=0.0, fused=gpu)
@@ -194,7 +195,7 @@ class Trainer:
     @property
     def _lasting(self) -> dict[str, Any]:
         """What of a recipe must not change between two sessions."""
-        return {name: getattr(self.recipe, name) for name in ("rows", "parts", "rate", "seed")}
+        return {name: getattr(self.recipe, name) for name in ("kind", "rows", "parts", "rate", "seed")}
 
     def _resume(self) -> None:
         mark = self.directory / MARK
