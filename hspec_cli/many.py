@@ -15,6 +15,7 @@ from hspec_cli.lines import Lines, fields, named, parse
 from hspec_cli.output import Output, only_the_answer
 from hspec_cli.progress import progress
 from hspec_cli.show import Spoken
+from hspec_cli.tidal_notes import APPROXIMATE
 from hspec_cli.voice import Voice, write
 from hspec_profiles.errors import HspecError, UsageError
 
@@ -199,6 +200,7 @@ class Desk:
                 "finish_reason": "context" if reason == "length" and asked.shortened else reason,
                 "prompt_tokens": asked.prompt,
                 "generated_tokens": len(spoken.tokens),
+                **({"approximate": True} if self.run.approximate else {}),
             },
         )
 
@@ -215,6 +217,7 @@ class Desk:
             "context": engine.context,
             "model": self.run.model,
             "stack": engine.report().stack if self.began else engine.stack,
+            "approximate": self.run.approximate,
             "dtype": engine.dtype,
             "device": engine.device,
         }
@@ -226,7 +229,7 @@ def _written(made: dict[str, Any]) -> str:
 
 
 def _summary(told: dict[str, Any]) -> str:
-    answers = f"{told['answered']:,} answer{'s' * (told['answered'] != 1)}"
+    answers = f"{APPROXIMATE}: " * told["approximate"] + f"{told['answered']:,} answer{'s' * (told['answered'] != 1)}"
     refused = f", {told['failed']:,} failed" * bool(told["failed"])
     rate = f"{told['tokens_per_second']:.1f} tokens/s with prompts read"
     return (

@@ -225,7 +225,9 @@ class SparseView:
     def forget(self, slot: int) -> None:
         self.held[slot].reset()
         self.base[slot], self.filled[slot] = -1, {}
-        self.ranked = {place: ranked for place, ranked in self.ranked.items() if place[0] != slot}
+        for known in (self.ranked, self.chosen):
+            for place in [place for place in known if place[0] == slot]:
+                del known[place]
 
     def begin(self, texts: Sequence[Text], rows: int) -> Pass:
         slots = [text.slot for text in texts]

@@ -42,6 +42,10 @@ def test_it_is_approximate_and_says_so(hspec: Hspec, model: Path) -> None:
     assert document["approximate"] is True
     assert document["stack"] == "target(tidal:64)"
     assert any("APPROXIMATE" in note for note in document["notes"])
+    line = json.dumps({"prompt": PROMPT}).encode()
+    many = hspec("run", "--raw", "-m", model, "-n", 24, "--budget", 64, "--method", "tidal", "--jsonl", stdin=line)
+    assert json.loads(many.out)["approximate"] is True
+    assert many.err.splitlines()[-1].startswith("hspec: APPROXIMATE: 1 answer")
     assert "APPROXIMATE" in hspec("run", "--help").out.decode()
     assert "APPROXIMATE" in hspec("bench", "--help").out.decode()
 

@@ -175,6 +175,22 @@ def test_what_stays_stays_where_it_is(held: list[int], wanted: list[int], count:
 
 
 @pytest.mark.parametrize("select", SELECT)
+def test_nothing_of_another_text_stays(select: str) -> None:
+    cache = Cache.of(random_decoder("qwen2"), 301, 160, SELECT[select]())
+    cache.missing()
+    for forgetful in (cache.target, cache.view):
+        forgetful.forget(0)
+    other = replace(cache, text=Text(0, 0, list(tiny_engine.prompt(280, 3))))
+    for _ in other.target.prefill(other.text, 512):
+        pass
+    other.missing()
+    anew = replace(other, view=sparse_view(cache.view.config, cache.target.view, 1, 160, cache.view.rule))
+    anew.missing()
+    for layer, head in itertools.product(range(3), range(cache.view.config.kv_heads)):
+        assert sorted(other.taken(layer, head)) == sorted(anew.taken(layer, head))
+
+
+@pytest.mark.parametrize("select", SELECT)
 def test_what_a_copy_has_is_not_copied_again(select: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Round after round it holds what a copy made anew does, in whatever order."""
     model, index = random_decoder("qwen2"), list[Tensor]()
