@@ -19,7 +19,7 @@ def kv_bytes(layers: int, kv_heads: int, head_dim: int, tokens: int, element: in
 def human(nbytes: float) -> str:
     """Bytes in the unit a person would use: `270 MB`, `15.2 GB` (powers of ten)."""
     for unit, size in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if nbytes >= size:
+        if nbytes >= 0.9995 * size:  # else it would be written as 1000 of the next smaller unit
             value = nbytes / size
             return f"{value:.1f} {unit}" if value < 100 else f"{value:.0f} {unit}"
     return f"{nbytes:.0f} bytes"

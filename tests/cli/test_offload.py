@@ -14,6 +14,7 @@ import tiny_models
 from case_tools import Hspec, answered, refused
 
 from hspec_cli import offload, show
+from hspec_cli.contradictions import check
 from hspec_cli.parser import parse
 from hspec_cli.placement import limits
 from hspec_cli.run import Run
@@ -44,7 +45,7 @@ def words(*argv: str) -> Run:
     """The record of a command line, checked."""
     run = parse(["run", *argv])
     assert isinstance(run, Run)
-    run._check()
+    check(run)
     return run
 
 
