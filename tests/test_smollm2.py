@@ -78,7 +78,7 @@ def every_method_agrees(monkeypatch: pytest.MonkeyPatch, request: Request, dtype
 
 @pytest.mark.parametrize(
     ("length", "temperature", "seed", "dtype"),
-    [(1, 0.8, 1, "bfloat16"), (300, 0.0, 0, "float32"), (700, 0.3, 2, "bfloat16"), (1500, 1.2, 3, "float32")],
+    [(1, 0.8, 1, "bfloat16"), (300, 1.2, 0, "float32"), (700, 0.0, 2, "bfloat16")],
 )
 def test_triforce_is_plain_decoding(
     monkeypatch: pytest.MonkeyPatch, length: int, temperature: float, seed: int, dtype: str

@@ -267,7 +267,9 @@ STACKS: dict[str, Callable[[], Level]] = {
 
 
 @pytest.mark.parametrize("rule", ["coupled", "rejection"])
-@pytest.mark.parametrize("stack", STACKS)
+@pytest.mark.parametrize(
+    "stack", [pytest.param(name, marks=pytest.mark.long) if "perfect" in name else name for name in STACKS]
+)
 def test_law_of_the_whole_stack(stack: str, rule: str) -> None:
     assert counted(STACKS[stack](), rule, seed=1) > 1e-3
 

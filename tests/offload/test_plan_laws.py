@@ -20,9 +20,7 @@ HOST = ("ram", "pinnable", "dram", "attention", "attention_rows", "product", "di
 GPU = ("free", "copy", "matrix", "to_device", "to_host", "to_device_pageable")
 TOGETHER = ("peer", "both_links")
 ROUNDING = 1 + 1e-9
-few = settings(
-    max_examples=100, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck)
-)
+few = settings(max_examples=60, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
 questions = st.tuples(plan_tools.profiles, plan_tools.models, plan_tools.works, plan_tools.bounds)
 Question = tuple[HostProfile, ModelShape, Workload, Limits]
 
